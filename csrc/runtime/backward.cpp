@@ -1,0 +1,254 @@
+// The backward half of the runtime.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/engine.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "runtime/hooks.h"
+#include "runtime/runtime.h"
+
+namespace zerocore {
+
+void Runtime::begin_backward() {
+  in_backward_ = true;
+  backward_reduces_ = sync_;
+  phase_ = "backward";
+  std::vector<bool> participates;
+  for (auto& unit : units_) {
+    unit->expected = 0;
+    unit->ready = 0;
+    unit->issued = unit->late = unit->in_backward = false;
+    unit->all_trainable = true;
+    for (size_t f = 0; f < unit->flats.size(); ++f) {
+      const Flat& flat = *unit->flats[f];
+      unit->arrived[f].assign(flat.size(), false);
+      unit->used[f].assign(flat.size(), false);
+      for (int64_t i = 0; i < flat.size(); ++i) {
+        const bool trainable = flat.param(i).requires_grad();
+        unit->expected += trainable;
+        unit->all_trainable = unit->all_trainable && trainable;
+      }
+      unit->gradients[f]->begin();
+    }
+    participates.push_back(unit->expected > 0);
+  }
+  reductions_->begin(std::move(participates));
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+    if (auto self = weak.lock()) self->end_backward();
+  });
+  // What was read through open() may be needed by any node.
+  for (int unit = 0; unit < units(); ++unit) {
+    if (units_[unit]->borrowed) pre_backward(unit);
+  }
+}
+
+void Runtime::before_accumulation() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (!in_backward_) begin_backward();
+}
+
+void Runtime::pre_backward(int unit) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (!in_backward_) begin_backward();
+  Unit& state = *units_[unit];
+  if (state.in_backward) return;
+  state.in_backward = true;
+  scheduler_->demand(unit);
+  show(unit, View::window);
+  note("begin", "compute", unit, 0);
+}
+
+void Runtime::gradient_ready(int unit, int flat, int64_t param) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  Unit& state = *units_[unit];
+  if (state.issued) state.late = true;
+  if (state.arrived[flat][param]) return;
+  state.arrived[flat][param] = true;
+  if (++state.ready < state.expected) return;
+  if (backward_reduces_) {
+    reductions_->ready(unit);
+    for (int next : reductions_->take()) reduce_unit(next);
+  }
+  // With a gradient for every parameter no node is left that reads one.
+  if (state.all_trainable) finish_backward_of(unit);
+}
+
+void Runtime::post_backward(int unit) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (unit != 0) finish_backward_of(unit);
+}
+
+void Runtime::finish_backward_of(int unit) {
+  Unit& state = *units_[unit];
+  if (!state.in_backward) return;
+  state.in_backward = false;
+  note("end", "compute", unit, 0);
+  scheduler_->release(unit);
+  show(unit, View::shard);
+}
+
+void Runtime::reduce_unit(int unit) {
+  Unit& state = *units_[unit];
+  state.issued = true;
+  note("launch", "reduce", unit, elements(unit));
+  for (size_t f = 0; f < state.flats.size(); ++f) {
+    Gradients& gradients = *state.gradients[f];
+    bool trainable = false;
+    for (int64_t i = 0; i < state.flats[f]->size(); ++i) {
+      trainable = trainable || state.flats[f]->param(i).requires_grad();
+      if (gradients.has_local(i)) state.used[f][i] = true;
+    }
+    if (trainable) gradients.reduce();
+  }
+}
+
+void Runtime::end_backward() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (!in_backward_) return;
+  at::NoGradGuard no_grad;
+  if (backward_reduces_) {
+    const Agreement agreement = agree();
+    reduce_rest(agreement);
+    for (int unit = 0; unit < units(); ++unit) {
+      Unit& state = *units_[unit];
+      if (state.issued) note("wait", "reduce", unit, elements(unit));
+      for (size_t f = 0; f < state.flats.size(); ++f) {
+        try {
+          state.gradients[f]->finish(agreement.used[unit][f]);
+        } catch (const std::exception& error) {
+          collective_failed("reduction", unit, error);
+        }
+      }
+      if (state.issued) note("done", "reduce", unit, elements(unit));
+    }
+    if (!order_agreed_) adopt_observed_order();
+  } else {
+    for (auto& unit : units_) {
+      for (auto& gradients : unit->gradients) gradients->keep_local();
+    }
+  }
+  for (int unit = 0; unit < units(); ++unit) finish_backward_of(unit);
+  scheduler_->end_pass();
+  scheduler_->release_all();
+  show_all(View::shard);
+  in_backward_ = false;
+  phase_ = "idle";
+}
+
+// [Note: agreement] At the end of a reducing backward the ranks take the maximum over
+//   [order of the gathers: 8 bytes][its complement: 8][late: 1 a unit][used: 1 a parameter]
+// so that all know which parameters somebody used, which units somebody has to reduce again, and (a
+// maximum and the maximum of complements are complements only if all were equal) that all gathered
+// in the same order.
+at::Tensor Runtime::agreement_bytes(const Agreement& local) const {
+  int64_t count = 16 + units();
+  for (const auto& unit : local.used) {
+    for (const auto& flat : unit) count += static_cast<int64_t>(flat.size());
+  }
+  at::Tensor bytes = at::empty({count}, at::kByte);
+  uint8_t* next = bytes.data_ptr<uint8_t>();
+  const uint64_t order = options_.persistent ? 0 : scheduler_->fingerprint();
+  for (int shift = 0; shift < 64; shift += 8) *next++ = static_cast<uint8_t>(order >> shift);
+  for (int shift = 0; shift < 64; shift += 8) *next++ = static_cast<uint8_t>(~order >> shift);
+  for (bool late : local.late) *next++ = late;
+  for (const auto& unit : local.used) {
+    for (const auto& flat : unit) {
+      for (bool used : flat) *next++ = used;
+    }
+  }
+  return bytes;
+}
+
+Runtime::Agreement Runtime::agree() {
+  Agreement result;
+  for (const auto& unit : units_) {
+    result.late.push_back(unit->late);
+    result.used.push_back(unit->used);
+    for (size_t f = 0; f < unit->flats.size(); ++f) {
+      for (int64_t i = 0; i < unit->flats[f]->size(); ++i) {
+        if (unit->gradients[f]->has_local(i)) result.used.back()[f][i] = true;
+      }
+    }
+  }
+  if (control_->ranks() == 1) return result;
+  const at::Tensor bytes = agreement_bytes(result);
+  control_->max(bytes)->wait();
+  const uint8_t* next = bytes.data_ptr<uint8_t>();
+  for (int i = 0; i < 8; ++i) {
+    if (next[i] + next[i + 8] != 255) report_divergence();
+  }
+  next += 16;
+  for (size_t unit = 0; unit < result.late.size(); ++unit) result.late[unit] = *next++ != 0;
+  for (auto& unit : result.used) {
+    for (auto& flat : unit) {
+      for (size_t i = 0; i < flat.size(); ++i) flat[i] = *next++ != 0;
+    }
+  }
+  return result;
+}
+
+// Units whose gradients never all came, as far as some rank has any; then those that got more
+// gradients after their reduction (a parameter used in several nested backwards).
+void Runtime::reduce_rest(const Agreement& agreement) {
+  std::vector<bool> wanted;
+  for (const auto& unit : agreement.used) {
+    bool any = false;
+    for (const auto& flat : unit) any = any || std::find(flat.begin(), flat.end(), true) != flat.end();
+    wanted.push_back(any);
+  }
+  for (int unit : reductions_->flush(wanted)) reduce_unit(unit);
+  for (int unit : reductions_->agreed()) {
+    if (agreement.late[unit]) reduce_unit(unit);
+  }
+}
+
+void Runtime::report_divergence() {
+  const std::vector<int> visited = scheduler_->visited();
+  at::Tensor length = at::full({1}, static_cast<int64_t>(visited.size()), at::kLong);
+  int64_t longest = 0;
+  for (const at::Tensor& other : control_->gather(length)) {
+    longest = std::max(longest, other.item<int64_t>());
+  }
+  at::Tensor own = at::full({longest}, -1, at::kLong);
+  std::copy(visited.begin(), visited.end(), own.data_ptr<int64_t>());
+  const std::vector<at::Tensor> orders = control_->gather(own);
+  const auto name = [&](int64_t unit) {
+    return unit < 0 ? std::string("nothing") : "unit '" + unit_name(static_cast<int>(unit)) + "'";
+  };
+  for (int64_t step = 0; step < longest; ++step) {
+    const int64_t expected = orders[0].data_ptr<int64_t>()[step];
+    for (size_t rank = 1; rank < orders.size(); ++rank) {
+      const int64_t got = orders[rank].data_ptr<int64_t>()[step];
+      TORCH_CHECK(got == expected, "zerocore: expected all ranks to use the units in the same ",
+                  "order, got a difference at step ", step, ": rank 0 used ", name(expected),
+                  ", rank ", rank, " ", name(got));
+    }
+  }
+  TORCH_CHECK(false, "zerocore: the ranks' orders of units differ in their fingerprints only");
+}
+
+void Runtime::adopt_observed_order() {
+  const std::vector<int> observed = reductions_->observed();
+  at::Tensor own = at::empty({units()}, at::kLong);
+  std::copy(observed.begin(), observed.end(), own.data_ptr<int64_t>());
+  const at::Tensor first = control_->gather(own)[0];
+  reductions_->adopt({first.data_ptr<int64_t>(), first.data_ptr<int64_t>() + units()});
+  order_agreed_ = true;
+}
+
+void Runtime::abandon_backward() {
+  for (auto& unit : units_) {
+    unit->in_backward = false;
+    for (auto& gradients : unit->gradients) gradients->abandon();
+  }
+  scheduler_->release_all();
+  show_all(View::shard);
+  in_backward_ = false;
+}
+
+}  // namespace zerocore

@@ -1,0 +1,285 @@
+#include "runtime/flat.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+namespace zerocore {
+namespace {
+
+std::vector<int64_t> numels(const std::vector<at::Tensor>& params) {
+  std::vector<int64_t> sizes;
+  for (const at::Tensor& param : params) sizes.push_back(param.numel());
+  return sizes;
+}
+
+c10::Storage empty_storage(int64_t bytes, c10::Device device) {
+  return c10::Storage(c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device),
+      /*allocator=*/nullptr, /*resizable=*/false));
+}
+
+// Built directly: views made by operators would share one version counter, so that writing one
+// parameter would make autograd believe that all have changed.
+at::Tensor make_view(const at::Tensor& buffer, int64_t offset, at::IntArrayRef sizes,
+                     at::IntArrayRef strides) {
+  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(buffer.storage()),
+                                                   buffer.key_set(), buffer.dtype());
+  impl->set_sizes_and_strides(sizes, strides, buffer.storage_offset() + offset);
+  return at::Tensor(std::move(impl));
+}
+
+void take_memory_away(const c10::Storage& storage, const std::string& message) {
+  c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
+  impl->set_data_ptr_noswap(c10::DataPtr(nullptr, impl->device()));
+  impl->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+}
+
+const char* kRemedy =
+    " now; read it inside the forward of its module, or in `with zerocore.gathered(module):`";
+
+std::string released_message(const std::string& unit, const std::vector<std::string>& names) {
+  std::string list;
+  for (const std::string& name : names) list += (list.empty() ? "'" : ", '") + name + "'";
+  return "zerocore: unit '" + unit + "' is sharded" + kRemedy + " (its parameters: " + list + ")";
+}
+
+}  // namespace
+
+Flat::Flat(std::string unit, std::vector<std::string> names, std::vector<at::Tensor> params,
+           const FlatOptions& options, Transport& transport, std::shared_ptr<DevicePool> windows,
+           int channel)
+    : unit_(std::move(unit)),
+      names_(std::move(names)),
+      params_(std::move(params)),
+      options_(options),
+      transport_(transport),
+      windows_(std::move(windows)),
+      channel_(channel),
+      layout_(numels(params_), transport.shards(), transport.replicas()),
+      compute_dtype_(options.compute_dtype && params_.at(0).is_floating_point()
+                         ? *options.compute_dtype
+                         : params_.at(0).scalar_type()),
+      shard_is_slot_(options.persistent && compute_dtype_ == params_.at(0).scalar_type()),
+      released_message_(released_message(unit_, names_)) {
+  c10::InferenceMode normal(false);
+  at::NoGradGuard no_grad;
+  for (int64_t i = 0; i < size(); ++i) describe(i);
+  at::Tensor full = at::zeros({layout_.total()}, params_[0].options().requires_grad(std::nullopt));
+  fill(full);
+  transport_.broadcast(full);
+  if (shard_is_slot_) {
+    window_ = full;
+    shard_ = own_slot(full);
+    fresh_ = true;
+  } else {
+    shard_ = layout_.shards() == 1 ? full : own_slot(full).clone();
+    make_window();
+  }
+  make_views();
+  show(View::shard);
+  gathered_versions_ = versions();
+}
+
+Flat::~Flat() {
+  if (lease_.data != nullptr) windows_->pool().release(lease_);
+}
+
+void Flat::describe(int64_t i) {
+  const at::Tensor& param = params_[i];
+  sizes_.push_back(param.sizes().vec());
+  // A dense parameter keeps its strides (channels_last stays so); another one becomes contiguous.
+  std::vector<int64_t> strides(param.dim());
+  if (param.is_non_overlapping_and_dense()) {
+    strides = param.strides().vec();
+  } else {
+    int64_t stride = 1;
+    for (int64_t d = param.dim() - 1; d >= 0; --d) {
+      strides[d] = stride;
+      stride *= std::max<int64_t>(param.size(d), 1);
+    }
+  }
+  std::vector<int64_t> order(param.dim());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return strides[a] > strides[b]; });
+  strides_.push_back(std::move(strides));
+  memory_order_.push_back(std::move(order));
+}
+
+void Flat::fill(const at::Tensor& full) const {
+  for (int64_t i = 0; i < size(); ++i) full_view(full, i).copy_(params_[i]);
+}
+
+at::Tensor Flat::own_slot(const at::Tensor& buffer) const {
+  return buffer.narrow(0, transport_.shard_rank() * layout_.shard_numel(), layout_.shard_numel());
+}
+
+void Flat::make_window() {
+  const at::TensorOptions options = shard_.options().dtype(compute_dtype_);
+  if (options_.persistent) {
+    window_ = at::zeros({layout_.total()}, options);
+    return;
+  }
+  const at::Tensor prototype = at::empty({0}, options);
+  auto impl = c10::make_intrusive<c10::TensorImpl>(empty_storage(window_bytes(), shard_.device()),
+                                                   prototype.key_set(), prototype.dtype());
+  impl->set_sizes_contiguous({layout_.total()});
+  window_ = at::Tensor(std::move(impl));
+  release_window();
+}
+
+void Flat::make_views() {
+  const c10::Device device = shard_.device();
+  for (int64_t i = 0; i < size(); ++i) {
+    window_views_.push_back(full_view(window_, i));
+    shard_views_.push_back(shard_view(shard_, i));
+    if (options_.persistent && layout_.shards() == 1) continue;  // never out of reach
+    const c10::Storage nothing = empty_storage(0, device);
+    take_memory_away(nothing, "zerocore: parameter '" + names_[i] + "' of unit '" + unit_ +
+                                  "' is sharded" + kRemedy);
+    auto guard = c10::make_intrusive<c10::TensorImpl>(c10::Storage(nothing), window_.key_set(),
+                                                      window_.dtype());
+    guard->set_sizes_and_strides(sizes_[i], strides_[i], 0);
+    guards_.push_back(at::Tensor(std::move(guard)));
+  }
+}
+
+at::Tensor Flat::full_view(const at::Tensor& full, int64_t i) const {
+  return make_view(full, layout_.offset(i), sizes_[i], strides_[i]);
+}
+
+at::Tensor Flat::shard_view(const at::Tensor& buffer, int64_t i) const {
+  if (layout_.shards() == 1) return make_view(buffer, layout_.offset(i), sizes_[i], strides_[i]);
+  const Range range = layout_.within_shard(i, transport_.shard_rank());
+  // The original's number of dimensions, so that rules such as `p.dim() >= 2` still hold.
+  std::vector<int64_t> sizes(sizes_[i].size(), 1);
+  std::vector<int64_t> strides(sizes_[i].size(), 1);
+  if (!sizes.empty()) {
+    sizes[0] = range.size();
+  } else if (range.size() == 0) {
+    sizes = {0};
+    strides = {1};
+  }
+  return make_view(buffer, range.begin, sizes, strides);
+}
+
+at::Tensor Flat::in_memory_order(const at::Tensor& full, int64_t i) const {
+  if (full.strides().equals(strides_[i])) return full;
+  return at::empty_strided(sizes_[i], strides_[i], full.options()).copy_(full);
+}
+
+at::Tensor Flat::slice(const at::Tensor& full, int64_t i) const {
+  if (layout_.shards() == 1) return full;
+  const Range range = layout_.owned(i, transport_.shard_rank());
+  std::vector<int64_t> sizes = shard_views_[i].sizes().vec();
+  std::vector<int64_t> strides(sizes.size(), 1);
+  return make_view(full, range.begin, sizes, strides);
+}
+
+int64_t Flat::window_bytes() const {
+  return layout_.total() * static_cast<int64_t>(c10::elementSize(compute_dtype_));
+}
+
+void Flat::show(View view) {
+  TORCH_INTERNAL_ASSERT(view != View::original, "View::original needs a buffer");
+  if (view == view_) return;
+  const std::vector<at::Tensor>& targets = view == View::shard    ? shard_views_
+                                           : view == View::window ? window_views_
+                                                                  : guards_;
+  for (int64_t i = 0; i < size(); ++i) {
+    params_[i].unsafeGetTensorImpl()->shallow_copy_from(targets.at(i).getIntrusivePtr());
+  }
+  view_ = view;
+}
+
+int64_t Flat::versions() const {
+  int64_t sum = 0;
+  for (const at::Tensor& param : params_) sum += param._version();
+  return sum;
+}
+
+bool Flat::stale() const {
+  if (shard_is_slot_ && layout_.shards() == 1) return false;
+  return !fresh_ || (options_.persistent && versions() != gathered_versions_);
+}
+
+bool Flat::start_gather() {
+  at::NoGradGuard no_grad;
+  if (!options_.persistent) {
+    const std::optional<Lease> lease = windows_->pool().try_lease(window_bytes());
+    if (!lease) return false;
+    lease_ = *lease;
+    c10::StorageImpl* storage = window_.storage().unsafeGetStorageImpl();
+    storage->set_data_ptr_noswap(c10::DataPtr(lease_.data, window_.device()));
+    storage->clear_data_ptr_access_error_msg_();
+  }
+  drain();
+  if (!shard_is_slot_) own_slot(window_).copy_(shard_);
+  gather_ = transport_.all_gather(window_, channel_);
+  gathered_versions_ = versions();
+  return true;
+}
+
+void Flat::finish_gather() {
+  if (gather_) gather_->wait();
+  fresh_ = true;
+}
+
+void Flat::drain() {
+  if (gather_) gather_->drain();
+  gather_.reset();
+}
+
+void Flat::release_window() {
+  if (options_.persistent) return;
+  drain();
+  take_memory_away(window_.storage(), released_message_);
+  if (lease_.data != nullptr) windows_->pool().release(lease_);
+  lease_ = {};
+  fresh_ = false;
+}
+
+at::Tensor Flat::gather_original() {
+  c10::InferenceMode normal(false);
+  at::NoGradGuard no_grad;
+  at::Tensor full = window_;
+  if (shard_is_slot_) {
+    if (stale()) start_gather();
+    finish_gather();
+  } else if (layout_.shards() == 1) {
+    full = shard_;
+  } else {
+    full = at::empty({layout_.total()}, shard_.options());
+    own_slot(full).copy_(shard_);
+    transport_.all_gather(full, channel_ + 1)->drain();
+  }
+  return full;
+}
+
+void Flat::open_original(const at::Tensor& full) {
+  c10::InferenceMode normal(false);
+  for (int64_t i = 0; i < size(); ++i) {
+    params_[i].unsafeGetTensorImpl()->shallow_copy_from(full_view(full, i).getIntrusivePtr());
+  }
+  view_ = View::original;
+}
+
+void Flat::close_original(const at::Tensor& full, bool write) {
+  at::NoGradGuard no_grad;
+  show(View::shard);
+  if (!write) return;
+  transport_.broadcast(full);
+  if (!shard_is_slot_ && layout_.shards() > 1) shard_.copy_(own_slot(full));
+  gathered_versions_ = versions();
+  // Every rank holds rank 0's window now; one in another dtype is cast again from the shard.
+  fresh_ = shard_is_slot_;
+}
+
+}  // namespace zerocore

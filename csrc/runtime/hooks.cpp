@@ -1,0 +1,64 @@
+#include "runtime/hooks.h"
+
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include "runtime/runtime.h"
+
+namespace zerocore {
+namespace {
+
+using torch::autograd::variable_list;
+
+// Weak references all: the runtime holds the accumulators that hold the hooks.
+class BeforeAccumulation : public torch::autograd::FunctionPreHook {
+ public:
+  explicit BeforeAccumulation(std::weak_ptr<Runtime> runtime) : runtime_(std::move(runtime)) {}
+  variable_list operator()(const variable_list& grads) override {
+    if (auto runtime = runtime_.lock()) runtime->before_accumulation();
+    return grads;
+  }
+
+ private:
+  std::weak_ptr<Runtime> runtime_;
+};
+
+class AfterAccumulation : public torch::autograd::FunctionPostHook {
+ public:
+  AfterAccumulation(std::weak_ptr<Runtime> runtime, int unit, int flat, int64_t param)
+      : runtime_(std::move(runtime)), unit_(unit), flat_(flat), param_(param) {}
+  variable_list operator()(const variable_list& outputs, const variable_list&) override {
+    if (auto runtime = runtime_.lock()) runtime->gradient_ready(unit_, flat_, param_);
+    return outputs;
+  }
+
+ private:
+  std::weak_ptr<Runtime> runtime_;
+  const int unit_;
+  const int flat_;
+  const int64_t param_;
+};
+
+}  // namespace
+
+void hook_accumulator(torch::autograd::Node& accumulator, const std::weak_ptr<Runtime>& runtime,
+                      int unit, int flat, int64_t param) {
+  accumulator.add_pre_hook(std::make_unique<BeforeAccumulation>(runtime));
+  accumulator.add_post_hook(std::make_unique<AfterAccumulation>(runtime, unit, flat, param));
+}
+
+void hook_output(const at::Tensor& output, const std::weak_ptr<Runtime>& runtime, int unit) {
+  output.register_hook([runtime, unit](const at::Tensor&) {
+    if (auto self = runtime.lock()) self->pre_backward(unit);
+  });
+}
+
+void hook_input(const at::Tensor& input, const std::weak_ptr<Runtime>& runtime, int unit) {
+  input.register_hook([runtime, unit](const at::Tensor&) {
+    if (auto self = runtime.lock()) self->post_backward(unit);
+  });
+}
+
+bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+}  // namespace zerocore

@@ -1,0 +1,24 @@
+// Where autograd calls the runtime.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <memory>
+
+namespace zerocore {
+
+class Runtime;
+
+// Calls the runtime before and after the node adds to a parameter's gradient.
+void hook_accumulator(torch::autograd::Node& accumulator, const std::weak_ptr<Runtime>& runtime,
+                      int unit, int flat, int64_t param);
+// Calls Runtime::pre_backward(unit) when the tensor's gradient is there.
+void hook_output(const at::Tensor& output, const std::weak_ptr<Runtime>& runtime, int unit);
+// Calls Runtime::post_backward(unit) when the tensor's gradient is there.
+void hook_input(const at::Tensor& input, const std::weak_ptr<Runtime>& runtime, int unit);
+
+// Whether this thread is inside a backward.
+bool inside_backward();
+
+}  // namespace zerocore

@@ -1,0 +1,374 @@
+#include "runtime/runtime.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "runtime/hooks.h"
+
+namespace zerocore {
+namespace {
+
+constexpr int kRoot = 0;
+
+bool needs_grad(const std::vector<at::Tensor>& tensors) {
+  return c10::GradMode::is_enabled() &&
+         std::any_of(tensors.begin(), tensors.end(),
+                     [](const at::Tensor& tensor) { return tensor.requires_grad(); });
+}
+
+}  // namespace
+
+Runtime::Runtime(RuntimeOptions options)
+    : options_(std::move(options)),
+      log_(std::make_shared<Log>()),
+      windows_(std::make_shared<DevicePool>(options_.device, options_.max_window_bytes)),
+      buffers_(std::make_shared<DevicePool>(options_.device, /*budget=*/0)),
+      transport_(make_pairwise_transport(options_.groups, buffers_, log_)),
+      control_(std::make_unique<Control>(options_.groups.control, log_)) {
+  TORCH_CHECK_NOT_IMPLEMENTED(options_.device.is_cpu(), "zerocore: expected parameters on the CPU, got ",
+                              options_.device, "; other devices are not supported yet");
+}
+
+Runtime::~Runtime() = default;
+
+int Runtime::add_unit(std::string name, std::vector<FlatParams> flats) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  auto unit = std::make_unique<Unit>();
+  unit->name = std::move(name);
+  const double scale = 1.0 / (static_cast<double>(transport_->shards()) * transport_->replicas());
+  for (FlatParams& group : flats) {
+    FlatOptions flat_options{options_.compute_dtype, options_.persistent};
+    auto flat = std::make_unique<Flat>(unit->name, std::move(group.names), std::move(group.params),
+                                       flat_options, *transport_, windows_, next_channel_);
+    next_channel_ += 2;
+    const c10::ScalarType dtype = flat->shard().scalar_type();
+    const c10::ScalarType transport_dtype = options_.reduce_dtype && c10::isFloatingType(dtype)
+                                                ? *options_.reduce_dtype
+                                                : flat->compute_dtype();
+    unit->gradients.push_back(
+        std::make_unique<Gradients>(*flat, transport_dtype, scale, buffers_));
+    unit->accumulators.emplace_back(flat->size());
+    unit->arrived.emplace_back(flat->size(), false);
+    unit->used.emplace_back(flat->size(), false);
+    unit->flats.push_back(std::move(flat));
+  }
+  units_.push_back(std::move(unit));
+  return static_cast<int>(units_.size()) - 1;
+}
+
+void Runtime::seal() {
+  if (options_.max_window_bytes > 0 && !options_.persistent) {
+    int largest = kRoot;
+    for (int unit = 1; unit < units(); ++unit) {
+      if (largest == kRoot || window_bytes(unit) > window_bytes(largest)) largest = unit;
+    }
+    const int64_t needed = window_bytes(kRoot) + (largest == kRoot ? 0 : window_bytes(largest));
+    TORCH_CHECK_VALUE(needed <= options_.max_window_bytes, "max_window_bytes: expected at least ",
+                      needed, " bytes (the root's window ", window_bytes(kRoot), ", unit '",
+                      unit_name(largest), "' ", window_bytes(largest), "), got ",
+                      options_.max_window_bytes, "; choose smaller units or a larger budget");
+  }
+  scheduler_ =
+      std::make_unique<Scheduler>(*this, units(), options_.prefetch, options_.persistent);
+  reductions_ = std::make_unique<ReduceOrder>(units());
+}
+
+int64_t Runtime::window_bytes(int unit) const {
+  int64_t bytes = 0;
+  for (const auto& flat : units_[unit]->flats) bytes += flat->window_bytes();
+  return bytes;
+}
+
+int64_t Runtime::elements(int unit) const {
+  int64_t total = 0;
+  for (const auto& flat : units_[unit]->flats) total += flat->layout().total();
+  return total;
+}
+
+void Runtime::note(const char* event, const char* kind, int unit, int64_t elements) {
+  log_->add({event, kind, phase_, unit, elements});
+}
+
+void Runtime::show(int unit, View view) {
+  for (auto& flat : units_[unit]->flats) flat->show(view);
+}
+
+void Runtime::show_all(View view) {
+  for (int unit = 0; unit < units(); ++unit) show(unit, view);
+}
+
+// ---- windows, for the scheduler --------------------------------------------------------------
+
+bool Runtime::start(int unit) {
+  auto& flats = units_[unit]->flats;
+  int64_t elements = 0;
+  for (size_t i = 0; i < flats.size(); ++i) {
+    if (!flats[i]->stale()) continue;
+    if (!flats[i]->start_gather()) {
+      for (size_t j = 0; j < i; ++j) flats[j]->release_window();
+      return false;
+    }
+    elements += flats[i]->layout().total();
+  }
+  if (elements > 0) note("launch", "all_gather", unit, elements);
+  return true;
+}
+
+void Runtime::finish(int unit) {
+  note("wait", "all_gather", unit, elements(unit));
+  for (auto& flat : units_[unit]->flats) {
+    try {
+      flat->finish_gather();
+    } catch (const std::exception& error) {
+      collective_failed("all-gather", unit, error);
+    }
+  }
+  note("done", "all_gather", unit, elements(unit));
+}
+
+void Runtime::collective_failed(const char* what, int unit, const std::exception& error) {
+  const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
+  TORCH_CHECK_WITH(DistBackendError, false, "zerocore: the ", what, " of unit '", unit_name(unit),
+                   "' failed in ", phase_, ": ",
+                   torch_error ? torch_error->what_without_backtrace() : error.what());
+}
+
+void Runtime::release(int unit) {
+  for (auto& flat : units_[unit]->flats) flat->release_window();
+  show(unit, depth_ > 0 ? View::guard : View::shard);
+}
+
+void Runtime::no_room(int unit) {
+  TORCH_CHECK(false, "max_window_bytes: unit '", unit_name(unit), "' needs a window of ",
+              window_bytes(unit), " bytes, but ", windows_->pool().leased(), " of ",
+              options_.max_window_bytes, " are in use; expected a larger budget, smaller units, ",
+              "or fewer modules opened at once");
+}
+
+// ---- forward ---------------------------------------------------------------------------------
+
+void Runtime::begin_forward(bool gradients) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (depth_ > 0) {
+    ++depth_;
+    return;
+  }
+  for (const auto& unit : units_) {
+    TORCH_CHECK(unit->opened == 0, "zerocore: expected the forward outside of ",
+                "zerocore.gathered(), got unit '", unit->name, "' opened by it");
+  }
+  if (!inside_backward()) {
+    settle();
+    phase_ = "forward";
+    scheduler_->begin_pass(gradients);
+    for (const auto& unit : units_) unit->borrowed = false;
+  }
+  depth_ = 1;
+  for (int unit = 0; unit < units(); ++unit) {
+    const auto& flats = units_[unit]->flats;
+    const bool stale = std::any_of(flats.begin(), flats.end(),
+                                   [](const auto& flat) { return flat->stale(); });
+    if (options_.persistent && stale) scheduler_->invalidate(unit);
+  }
+  // With resident windows all gathers start at once, called for or not: a rank that leaves a unit
+  // out still sends its part.
+  if (options_.persistent) scheduler_->start_all();
+  for (int unit = 0; unit < units(); ++unit) {
+    if (options_.persistent && transport_->shards() == 1) scheduler_->demand(unit);
+    show(unit, scheduler_->live(unit) ? View::window : View::guard);
+    hold_accumulators(unit);
+  }
+  pre_forward(kRoot, {});
+}
+
+void Runtime::end_forward(const std::vector<at::Tensor>& outputs, bool failed) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (depth_ == 0 || --depth_ > 0) return;
+  note("end", "compute", kRoot, 0);
+  units_[kRoot]->active = 0;
+  const bool gradients = !failed && needs_grad(outputs);
+  if (gradients) hook_outputs(kRoot, outputs);
+  if (inside_backward()) return;
+  show_all(View::shard);
+  if (!gradients) {
+    scheduler_->release_all();
+    if (!failed) scheduler_->end_pass();
+  }
+  phase_ = "idle";
+}
+
+void Runtime::pre_forward(int unit, const std::vector<at::Tensor>& inputs) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  scheduler_->demand(unit);
+  show(unit, View::window);
+  hold_accumulators(unit);
+  ++units_[unit]->active;
+  if (!options_.persistent) hook_inputs(unit, inputs);
+  note("begin", "compute", unit, 0);
+}
+
+void Runtime::post_forward(int unit, const std::vector<at::Tensor>& outputs, bool failed) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  Unit& state = *units_[unit];
+  state.active = std::max(0, state.active - 1);
+  note("end", "compute", unit, 0);
+  const bool gradients = !failed && needs_grad(outputs);
+  if (gradients) hook_outputs(unit, outputs);
+  if (state.active > 0 || state.in_backward) return;
+  // A recomputation inside a backward is followed by its own backward.
+  const bool alone = depth_ == 0 && !inside_backward();
+  if (alone) show(unit, View::shard);
+  if (gradients && !options_.reshard_after_forward) return;
+  if (alone && !gradients) {
+    scheduler_->release(unit);
+  } else {
+    scheduler_->keep(unit);
+  }
+}
+
+// The node that adds to p.grad remembers the parameter's shape and dtype: it is made while the
+// parameter shows the window or the guard, which have the shape and dtype of local gradients.
+void Runtime::hold_accumulators(int unit) {
+  Unit& state = *units_[unit];
+  for (size_t f = 0; f < state.flats.size(); ++f) {
+    const Flat& flat = *state.flats[f];
+    for (int64_t i = 0; i < flat.size(); ++i) {
+      auto& accumulator = state.accumulators[f][i];
+      if (accumulator || !flat.param(i).requires_grad()) continue;
+      accumulator = torch::autograd::impl::grad_accumulator(flat.param(i));
+      hook_accumulator(*accumulator, weak_from_this(), unit, static_cast<int>(f), i);
+    }
+  }
+}
+
+void Runtime::hook_outputs(int unit, const std::vector<at::Tensor>& outputs) {
+  for (const at::Tensor& output : outputs) {
+    if (output.requires_grad() && !output.is_leaf()) hook_output(output, weak_from_this(), unit);
+  }
+}
+
+// Autograd runs what was recorded last first. When it gets to the node that made the latest input,
+// all of the unit's nodes that were ready have run: the others belong to other calls.
+void Runtime::hook_inputs(int unit, const std::vector<at::Tensor>& inputs) {
+  if (!c10::GradMode::is_enabled()) return;
+  const at::Tensor* latest = nullptr;
+  for (const at::Tensor& input : inputs) {
+    if (!input.requires_grad() || input.is_leaf()) continue;
+    if (latest == nullptr || input.grad_fn()->sequence_nr() > latest->grad_fn()->sequence_nr()) {
+      latest = &input;
+    }
+  }
+  if (latest != nullptr) hook_input(*latest, weak_from_this(), unit);
+}
+
+// ---- outside of a pass -----------------------------------------------------------------------
+
+void Runtime::open(const std::vector<int>& units) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const bool forward = depth_ > 0;
+  if (!forward) settle();
+  for (int index : units) {
+    Unit& unit = *units_.at(index);
+    if (unit.opened++ > 0) continue;
+    unit.write = false;
+    for (auto& flat : unit.flats) {
+      if (forward) break;
+      const at::Tensor full = flat->gather_original();
+      flat->open_original(full);
+      unit.originals.push_back(full);
+      unit.versions.push_back(flat->versions());
+    }
+    if (!forward) continue;
+    unit.borrowed = true;
+    scheduler_->demand(index);
+    show(index, View::window);
+    hold_accumulators(index);
+    for (auto& flat : unit.flats) unit.versions.push_back(flat->versions());
+  }
+}
+
+void Runtime::close(const std::vector<int>& units, bool write) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  std::string changed;
+  for (int index : units) {
+    Unit& unit = *units_.at(index);
+    unit.write = unit.write || write;
+    if (--unit.opened > 0) continue;
+    for (size_t f = 0; f < unit.flats.size(); ++f) {
+      if (unit.flats[f]->versions() != unit.versions[f] && !unit.write) changed = unit.name;
+    }
+    close_unit(index, unit.write);
+  }
+  TORCH_CHECK(changed.empty(), "zerocore.gathered: expected write=True where parameters are ",
+              "changed, got a change to unit '", changed, "' without it; the change is undefined");
+}
+
+void Runtime::close_unit(int index, bool write) {
+  Unit& unit = *units_[index];
+  unit.versions.clear();
+  if (depth_ > 0) {
+    TORCH_CHECK(!write, "zerocore.gathered: expected write=True outside of a forward, got it for ",
+                "unit '", unit.name, "' in one");
+    if (unit.active == 0) scheduler_->keep(index);
+    return;
+  }
+  for (size_t f = 0; f < unit.flats.size(); ++f) {
+    unit.flats[f]->close_original(unit.originals[f], write);
+  }
+  if (write) scheduler_->invalidate(index);
+  unit.originals.clear();
+}
+
+std::vector<at::Tensor> Runtime::full_tensors(int unit, int flat) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  settle();
+  c10::InferenceMode normal(false);
+  at::NoGradGuard no_grad;
+  Flat& source = this->flat(unit, flat);
+  const at::Tensor full = units_[unit]->originals.empty() ? source.gather_original()
+                                                          : units_[unit]->originals[flat];
+  std::vector<at::Tensor> tensors;
+  for (int64_t i = 0; i < source.size(); ++i) tensors.push_back(source.full_view(full, i).clone());
+  return tensors;
+}
+
+void Runtime::settle() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  TORCH_CHECK(!inside_backward(), "zerocore: expected to be called outside of a backward, got a ",
+              "call from inside one (an optimizer step in a hook, for example)");
+  if (in_backward_) abandon_backward();
+  if (depth_ > 0) {
+    depth_ = 0;
+    scheduler_->release_all();
+    show_all(View::shard);
+  }
+  for (const auto& unit : units_) unit->active = 0;
+  phase_ = "idle";
+}
+
+void Runtime::before_step() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  settle();
+  for (const auto& unit : units_) {
+    TORCH_CHECK(unit->opened == 0, "zerocore: expected optimizer.step() outside of ",
+                "zerocore.gathered(), got unit '", unit->name, "' opened by it");
+    for (const auto& gradients : unit->gradients) {
+      TORCH_CHECK(!gradients->unreduced(), "zerocore: optimizer.step() with gradients of unit '",
+                  unit->name, "' that were never reduced; expected the last backward before a ",
+                  "step outside of zerocore.no_sync()");
+    }
+    for (const auto& flat : unit->flats) flat->drain();
+  }
+}
+
+void Runtime::after_step(int unit, int flat) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  this->flat(unit, flat).invalidate();
+  scheduler_->invalidate(unit);
+}
+
+}  // namespace zerocore

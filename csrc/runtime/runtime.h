@@ -1,0 +1,178 @@
+// One sharded model: its units, and what happens to them in forward and backward.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "runtime/flat.h"
+#include "runtime/gradients.h"
+#include "runtime/scheduler.h"
+#include "runtime/transport.h"
+
+namespace zerocore {
+
+struct RuntimeOptions {
+  GroupNames groups;
+  c10::Device device = c10::kCPU;
+  bool persistent = false;             // full parameters resident (stages 0 to 2)
+  bool reshard_after_forward = true;   // else the windows of a forward stay for its backward
+  int prefetch = 1;                    // units gathered ahead
+  int64_t max_window_bytes = 0;        // 0: no limit
+  std::optional<c10::ScalarType> compute_dtype;
+  std::optional<c10::ScalarType> reduce_dtype;
+};
+
+// Parameters of one dtype and device that share a flat buffer.
+struct FlatParams {
+  std::vector<std::string> names;
+  std::vector<at::Tensor> params;
+};
+
+// [Note: a step]
+//   begin_forward           all parameters show their window, or a guard where it is not gathered
+//     pre_forward(unit)     the window is live
+//     post_forward(unit)    it is kept until the next unit needs one; outputs get a hook
+//   end_forward             all parameters show their shard
+//   (first gradient)        begin_backward: gradients are put aside
+//     pre_backward(unit)    hook on the unit's outputs: the window is live again
+//     gradient ready        hook on each accumulator; the last one packs and launches the reduction
+//                           and gives the window back
+//     post_backward(unit)   hook on the unit's latest input: gives the window back in any case
+//   end_backward            callback of the engine: ranks agree on what was used, the rest is
+//                           reduced, gradients and shards are shown
+// Everything between forward and end_backward runs in C++ on the threads of autograd, without the
+// GIL. Unit 0 is the root: its window stays for the whole pass.
+class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
+ public:
+  explicit Runtime(RuntimeOptions options);
+  ~Runtime() override;
+
+  // Takes over the parameters (collective: rank 0's values are broadcast). Returns the index.
+  int add_unit(std::string name, std::vector<FlatParams> flats);
+  // Ends the construction. Throws if the budget cannot hold the root and the largest unit.
+  void seal();
+
+  void begin_forward(bool gradients);
+  // failed: an exception is on its way.
+  void end_forward(const std::vector<at::Tensor>& outputs, bool failed);
+  // inputs: of the unit's first module; when the gradient of the latest of them is there, the
+  // unit's backward is over.
+  void pre_forward(int unit, const std::vector<at::Tensor>& inputs);
+  void post_forward(int unit, const std::vector<at::Tensor>& outputs, bool failed);
+
+  // Shows full parameters, until close(): in their own dtype; inside a forward the windows, which are
+  // gathered again for the backward. write: rank 0's content becomes the parameters'. Throws if the
+  // parameters were written to otherwise.
+  void open(const std::vector<int>& units);
+  void close(const std::vector<int>& units, bool write);
+  bool is_open(int unit) const { return units_.at(unit)->opened > 0; }
+  // Copies of the full parameters of a flat buffer, in its order.
+  std::vector<at::Tensor> full_tensors(int unit, int flat);
+
+  // Whether backwards reduce (the default) or keep full local gradients.
+  void set_sync(bool sync) { sync_ = sync; }
+  bool sync() const { return sync_; }
+
+  // Ends what an exception left unfinished; shards can be changed afterwards.
+  void settle();
+  // An optimizer is about to change shards. Throws if gradients wait for their reduction.
+  void before_step();
+  void after_step(int unit, int flat);
+
+  int units() const { return static_cast<int>(units_.size()); }
+  int flats(int unit) const { return static_cast<int>(units_.at(unit)->flats.size()); }
+  const std::string& unit_name(int unit) const { return units_.at(unit)->name; }
+  Flat& flat(int unit, int index) { return *units_.at(unit)->flats.at(index); }
+  Gradients& gradients(int unit, int index) { return *units_.at(unit)->gradients.at(index); }
+  Log& log() { return *log_; }
+  Pool& windows() { return windows_->pool(); }
+  Pool& buffers() { return buffers_->pool(); }
+
+  // Windows, for the scheduler.
+  bool start(int unit) override;
+  void finish(int unit) override;
+  void release(int unit) override;
+  [[noreturn]] void no_room(int unit) override;
+
+  // For the hooks.
+  void pre_backward(int unit);
+  void post_backward(int unit);
+  void before_accumulation();
+  void gradient_ready(int unit, int flat, int64_t param);
+
+ private:
+  struct Unit {
+    std::string name;
+    std::vector<std::unique_ptr<Flat>> flats;
+    std::vector<std::unique_ptr<Gradients>> gradients;
+    // Nodes that add to p.grad, held so that they stay the same for ever. [flat][param]
+    std::vector<std::vector<c10::intrusive_ptr<torch::autograd::Node>>> accumulators;
+    std::vector<std::vector<bool>> arrived;  // in this backward
+    int expected = 0;                        // parameters that need a gradient
+    int ready = 0;                           // of them, those that have it
+    bool all_trainable = false;
+    bool in_backward = false;  // the window is needed by a backward under way
+    bool issued = false;       // the reduction of this backward was launched
+    bool late = false;         // a gradient came after it
+    std::vector<std::vector<bool>> used;  // gradients that went into it. [flat][param]
+    int active = 0;                       // forwards of its modules under way
+    bool borrowed = false;                // read by others in this pass, through open()
+    int opened = 0;                       // open() without close()
+    bool write = false;                   // some close() wanted to
+    std::vector<at::Tensor> originals;    // full buffers while opened outside a forward. [flat]
+    std::vector<int64_t> versions;        // [flat]
+  };
+
+  void close_unit(int unit, bool write);
+  void show(int unit, View view);
+  void show_all(View view);
+  void hold_accumulators(int unit);
+  int64_t window_bytes(int unit) const;
+  void hook_outputs(int unit, const std::vector<at::Tensor>& outputs);
+  void hook_inputs(int unit, const std::vector<at::Tensor>& inputs);
+
+  void begin_backward();
+  void end_backward();
+  void reduce_unit(int unit);
+  void finish_backward_of(int unit);
+  // What ranks tell each other at the end of a backward: one byte a parameter and two a unit.
+  struct Agreement {
+    std::vector<std::vector<std::vector<bool>>> used;  // by any rank: [unit][flat][param]
+    std::vector<bool> late;
+  };
+  Agreement agree();
+  at::Tensor agreement_bytes(const Agreement& local) const;
+  void reduce_rest(const Agreement& agreement);
+  [[noreturn]] void report_divergence();
+  [[noreturn]] void collective_failed(const char* what, int unit, const std::exception& error);
+  void adopt_observed_order();
+  void abandon_backward();
+  void note(const char* event, const char* kind, int unit, int64_t elements);
+  int64_t elements(int unit) const;
+
+  const RuntimeOptions options_;
+  std::shared_ptr<Log> log_;
+  std::shared_ptr<DevicePool> windows_;
+  std::shared_ptr<DevicePool> buffers_;
+  std::unique_ptr<Transport> transport_;
+  std::unique_ptr<Control> control_;
+  std::vector<std::unique_ptr<Unit>> units_;
+  std::unique_ptr<Scheduler> scheduler_;
+  std::unique_ptr<ReduceOrder> reductions_;
+  // Hooks come from the threads of autograd, calls from the user's.
+  std::recursive_mutex mutex_;
+  int next_channel_ = 0;
+  int depth_ = 0;  // of nested forwards of the root
+  bool sync_ = true;
+  bool in_backward_ = false;
+  bool backward_reduces_ = true;
+  bool order_agreed_ = false;
+  const char* phase_ = "idle";
+};
+
+}  // namespace zerocore

@@ -1,0 +1,268 @@
+#include "runtime/transport.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/core/InferenceMode.h>
+
+#include <future>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
+
+#include "ops/ops.h"
+#include "runtime/worker.h"
+
+namespace zerocore {
+namespace {
+
+using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
+
+void wait_all(Works& works) {
+  for (auto& work : works) work->wait();
+  works.clear();
+}
+
+// Messages of one collective between this rank and each of its peers.
+struct Exchange {
+  Works received;
+  Works sent;
+};
+
+class ExchangePending : public Pending {
+ public:
+  ExchangePending(Exchange exchange, at::Tensor buffer)
+      : exchange_(std::move(exchange)), buffer_(std::move(buffer)) {}
+  void wait() override { wait_all(exchange_.received); }
+  void drain() override {
+    wait();
+    wait_all(exchange_.sent);
+    buffer_ = at::Tensor();
+  }
+
+ private:
+  Exchange exchange_;
+  at::Tensor buffer_;  // alive until the messages are through
+};
+
+class FuturePending : public Pending {
+ public:
+  explicit FuturePending(std::future<void> future) : future_(future.share()) {}
+  void wait() override { future_.get(); }
+  void drain() override { future_.get(); }
+
+ private:
+  std::shared_future<void> future_;
+};
+
+// The purposes that may be under way at once on one channel get tags of their own.
+enum class Purpose { gather, scatter, replica_scatter, replica_gather, count };
+
+int tag(int channel, Purpose purpose) {
+  return channel * static_cast<int>(Purpose::count) + static_cast<int>(purpose);
+}
+
+at::Tensor slot(const at::Tensor& buffer, int slots, int index) {
+  const int64_t size = buffer.numel() / slots;
+  return buffer.narrow(0, index * size, size);
+}
+
+// Posts one message to and one from each peer; `to(peer)` and `from(peer)` give the buffers.
+// Receives first, so that no message waits for its place; peers in a different order on each rank,
+// so that they do not all talk to the same one.
+template <class To, class From>
+Exchange exchange(const GroupPtr& group, int tag, const To& to, const From& from) {
+  const int size = group->getSize();
+  const int rank = group->getRank();
+  Exchange messages;
+  for (int step = 1; step < size; ++step) {
+    const int peer = (rank + size - step) % size;
+    std::vector<at::Tensor> buffer{from(peer)};
+    messages.received.push_back(group->recv(buffer, peer, tag));
+  }
+  for (int step = 1; step < size; ++step) {
+    const int peer = (rank + step) % size;
+    std::vector<at::Tensor> buffer{to(peer)};
+    messages.sent.push_back(group->send(buffer, peer, tag));
+  }
+  return messages;
+}
+
+// Every rank sends each other one its slot of `buffer`, and receives the others' version of its own:
+// in the order of ranks, own one included.
+struct Scatter {
+  Exchange messages;
+  std::vector<at::Tensor> versions;
+  at::Tensor own;
+};
+
+Scatter scatter(const GroupPtr& group, int tag, const at::Tensor& buffer,
+                const std::shared_ptr<DevicePool>& buffers) {
+  const int size = group->getSize();
+  const int rank = group->getRank();
+  const int64_t numel = buffer.numel() / size;
+  Scatter result;
+  const at::Tensor received =
+      DevicePool::empty(buffers, numel * (size - 1), buffer.scalar_type());
+  for (int peer = 0; peer < size; ++peer) {
+    result.versions.push_back(peer == rank ? slot(buffer, size, rank)
+                                           : slot(received, size - 1, peer - (peer > rank)));
+  }
+  result.own = result.versions[rank];
+  result.messages = exchange(
+      group, tag, [&](int peer) { return slot(buffer, size, peer); },
+      [&](int peer) { return result.versions[peer]; });
+  return result;
+}
+
+Exchange gather(const GroupPtr& group, int tag, const at::Tensor& buffer) {
+  const int size = group->getSize();
+  const int rank = group->getRank();
+  return exchange(
+      group, tag, [&](int) { return slot(buffer, size, rank); },
+      [&](int peer) { return slot(buffer, size, peer); });
+}
+
+class PairwiseTransport : public Transport {
+ public:
+  PairwiseTransport(const GroupNames& names, std::shared_ptr<DevicePool> buffers,
+                    std::shared_ptr<Log> log)
+      : buffers_(std::move(buffers)), log_(std::move(log)) {
+    if (!names.shard.empty()) {
+      shard_group_ = c10d::resolve_process_group(names.shard);
+      shards_ = shard_group_->getSize();
+      shard_rank_ = shard_group_->getRank();
+    }
+    if (!names.replicate.empty()) {
+      replicate_group_ = c10d::resolve_process_group(names.replicate);
+      replicas_ = replicate_group_->getSize();
+      replica_rank_ = replicate_group_->getRank();
+    }
+  }
+
+  std::unique_ptr<Pending> all_gather(const at::Tensor& window, int channel) override {
+    if (shards_ == 1) return std::make_unique<ExchangePending>(Exchange{}, window);
+    count("all_gather", window, window.numel() / shards_ * (shards_ - 1));
+    return std::make_unique<ExchangePending>(
+        gather(shard_group_, tag(channel, Purpose::gather), window), window);
+  }
+
+  std::unique_ptr<Pending> reduce(const at::Tensor& packed, const at::Tensor& out, bool accumulate,
+                                  int channel) override {
+    Scatter first;
+    if (shards_ > 1) {
+      count("reduce_scatter", packed, packed.numel() / shards_ * (shards_ - 1));
+      first = scatter(shard_group_, tag(channel, Purpose::scatter), packed, buffers_);
+    } else {
+      first.versions = {packed};
+      first.own = packed;
+    }
+    // The second half of the messages depends on sums over the first: on a thread of its own, so
+    // that neither waits for the other's computation.
+    auto task = std::make_shared<std::packaged_task<void()>>(
+        [=, group = replicate_group_, buffers = buffers_, log = log_]() mutable {
+          c10::InferenceMode normal(false);
+          at::NoGradGuard no_grad;
+          finish_reduce(group, buffers, *log, std::move(first), out, accumulate, channel);
+        });
+    auto pending = std::make_unique<FuturePending>(task->get_future());
+    worker_.post([task] { (*task)(); });
+    return pending;
+  }
+
+  void broadcast(const at::Tensor& buffer) override {
+    // As bytes: any dtype travels, exactly.
+    std::vector<at::Tensor> bytes{buffer.view(at::kByte)};
+    for (const GroupPtr& group : {replicate_group_, shard_group_}) {
+      if (!group || buffer.numel() == 0) continue;
+      count("broadcast", buffer, buffer.numel());
+      group->broadcast(bytes)->wait();
+    }
+  }
+
+ private:
+  static void count(Log& log, const char* kind, const at::Tensor& buffer, int64_t elements) {
+    log.count(kind, elements, elements * static_cast<int64_t>(buffer.element_size()));
+  }
+  void count(const char* kind, const at::Tensor& buffer, int64_t elements) {
+    count(*log_, kind, buffer, elements);
+  }
+
+  static void finish_reduce(const GroupPtr& replicas, const std::shared_ptr<DevicePool>& buffers,
+                            Log& log, Scatter first, at::Tensor out, bool accumulate,
+                            int channel) {
+    wait_all(first.messages.received);
+    if (!replicas) {
+      ops::sum_shards_(out, first.versions, accumulate);
+      wait_all(first.messages.sent);
+      return;
+    }
+    // The own slot of `packed` is nobody's message: the sum may take its place.
+    at::Tensor sum = first.own;
+    if (first.versions.size() > 1) ops::sum_shards_(sum, first.versions, false);
+    const int size = replicas->getSize();
+    count(log, "all_reduce", sum, 2 * (sum.numel() / size) * (size - 1));
+    Scatter second = scatter(replicas, tag(channel, Purpose::replica_scatter), sum, buffers);
+    wait_all(second.messages.received);
+    at::Tensor part = slot(sum, size, replicas->getRank());
+    ops::sum_shards_(part, second.versions, false);
+    // The other slots are still being sent: what arrives for them goes to a buffer of its own.
+    wait_all(second.messages.sent);
+    Exchange parts = gather(replicas, tag(channel, Purpose::replica_gather), sum);
+    wait_all(parts.received);
+    ops::sum_shards_(out, {sum}, accumulate);
+    wait_all(parts.sent);
+    wait_all(first.messages.sent);
+  }
+
+  GroupPtr shard_group_;
+  GroupPtr replicate_group_;
+  std::shared_ptr<DevicePool> buffers_;
+  std::shared_ptr<Log> log_;
+  Worker worker_;
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> make_pairwise_transport(const GroupNames& groups,
+                                                   std::shared_ptr<DevicePool> buffers,
+                                                   std::shared_ptr<Log> log) {
+  return std::make_unique<PairwiseTransport>(groups, std::move(buffers), std::move(log));
+}
+
+struct Control::Group {
+  GroupPtr group;
+};
+
+Control::Control(const std::string& group, std::shared_ptr<Log> log)
+    : group_(std::make_unique<Group>()), log_(std::move(log)) {
+  if (group.empty()) return;
+  group_->group = c10d::resolve_process_group(group);
+  ranks_ = group_->group->getSize();
+}
+
+Control::~Control() = default;
+
+std::unique_ptr<Pending> Control::max(const at::Tensor& bytes) {
+  if (ranks_ == 1) return std::make_unique<ExchangePending>(Exchange{}, bytes);
+  log_->count("control", bytes.numel(), bytes.numel());
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::MAX;
+  std::vector<at::Tensor> tensors{bytes};
+  Exchange messages;
+  messages.received.push_back(group_->group->allreduce(tensors, options));
+  return std::make_unique<ExchangePending>(std::move(messages), bytes);
+}
+
+std::vector<at::Tensor> Control::gather(const at::Tensor& values) {
+  if (ranks_ == 1) return {values};
+  log_->count("control", values.numel(), static_cast<int64_t>(values.nbytes()));
+  std::vector<std::vector<at::Tensor>> results(1);
+  for (int rank = 0; rank < ranks_; ++rank) results[0].push_back(at::empty_like(values));
+  std::vector<at::Tensor> inputs{values};
+  group_->group->allgather(results, inputs)->wait();
+  return results[0];
+}
+
+}  // namespace zerocore

@@ -1,0 +1,90 @@
+// Moves flat buffers between ranks. The only file (with transport.cpp) that calls c10d.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "runtime/log.h"
+#include "runtime/memory.h"
+
+namespace zerocore {
+
+// A collective under way.
+class Pending {
+ public:
+  virtual ~Pending() = default;
+  // Returns when the result is there. Throws what went wrong, on the thread that waits.
+  virtual void wait() = 0;
+  // Returns when, besides, the peers have read what this rank sent: its buffers may change again.
+  virtual void drain() = 0;
+};
+
+// The ranks that shard a buffer, and the ranks that hold the same shard.
+//
+//   all_gather   over the shard group
+//   reduce       reduce-scatter over the shard group, then all-reduce over the replicate group
+//   broadcast    from the first rank of both
+//
+// Every sum is taken in rank order, with fp32 (or wider) accumulation, and rounded once to the
+// buffer's dtype: the bits do not depend on how many of the ranks shard and how many replicate.
+// Calls are made in the same order on all ranks, or with different channels.
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  int shards() const { return shards_; }
+  int replicas() const { return replicas_; }
+  int shard_rank() const { return shard_rank_; }
+
+  // window: 1-D, shards() equal slots, this rank's one filled. Fills the others.
+  virtual std::unique_ptr<Pending> all_gather(const at::Tensor& window, int channel) = 0;
+  // packed: 1-D, shards() equal slots, overwritten. Stores this rank's slot of the sum over all
+  // ranks in `out` (of the slot's size), or adds it.
+  virtual std::unique_ptr<Pending> reduce(const at::Tensor& packed, const at::Tensor& out,
+                                          bool accumulate, int channel) = 0;
+  virtual void broadcast(const at::Tensor& buffer) = 0;
+
+ protected:
+  int shards_ = 1;
+  int replicas_ = 1;
+  int shard_rank_ = 0;
+  int replica_rank_ = 0;
+};
+
+// Names of registered process groups; empty: a group of one rank.
+struct GroupNames {
+  std::string shard;
+  std::string replicate;
+  std::string control;
+};
+
+// Exchanges between pairs of ranks, for gloo: its reduce-scatter is an all-reduce underneath and its
+// all-gather is slow, while point-to-point messages move the least volume and are summed here.
+// buffers: memory of what is received. The log counts what is handed to the process group.
+std::unique_ptr<Transport> make_pairwise_transport(const GroupNames& groups,
+                                                   std::shared_ptr<DevicePool> buffers,
+                                                   std::shared_ptr<Log> log);
+
+// Small agreements on the host. Nothing happens in a group of one rank.
+class Control {
+ public:
+  Control(const std::string& group, std::shared_ptr<Log> log);
+  ~Control();
+
+  int ranks() const { return ranks_; }
+  // Element-wise maximum over the ranks, in place. bytes: 1-D uint8 on the CPU.
+  std::unique_ptr<Pending> max(const at::Tensor& bytes);
+  // The same number of values of every rank, in rank order. values: 1-D int64.
+  std::vector<at::Tensor> gather(const at::Tensor& values);
+
+ private:
+  struct Group;
+  std::unique_ptr<Group> group_;
+  std::shared_ptr<Log> log_;
+  int ranks_ = 1;
+};
+
+}  // namespace zerocore

@@ -1,0 +1,142 @@
+"""A rank that dies: the others end with an error in time, and no process stays behind."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import sharded
+import torch
+import torch.distributed as dist
+from ranks import Pool
+
+import zerocore
+
+GROUP_SECONDS = 6.0
+SLACK_SECONDS = 10.0  # of a loaded machine
+PLACES = ["forward", "backward", "step"]
+
+
+def die(how):
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)  # silent: alive, but never heard of again
+
+
+def lose_rank(stage, place, how, mesh=None):
+    """Trains for ever; the last rank is lost in the second step, in the middle of `place`."""
+    model = sharded.shard("transformer", stage, mesh=mesh)
+    opt = zerocore.AdamW(model.parameters(), max_grad_norm=1.0)
+    lost = dist.get_rank() == dist.get_world_size() - 1
+    calls = []
+
+    def hook(*_):
+        calls.append(1)
+        if lost and len(calls) == 2:
+            die(how)
+
+    if place == "forward":
+        model.blocks[1].fc1.register_forward_hook(hook)
+    elif place == "backward":
+        model.blocks[1].fc1.register_full_backward_hook(hook)
+    else:
+        opt.register_step_pre_hook(hook)
+    for number in range(1000):
+        sharded.step(model, opt, "transformer", number)
+    return "trained on without the lost rank"
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_survivors_end_with_an_error(stage, place):
+    survivors_end(3, stage, place, "killed")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_silent_rank_is_noticed_within_the_timeout(stage):
+    survivors_end(2, stage, "backward", "silent")
+
+
+def test_survivors_of_a_hybrid_mesh_end():
+    survivors_end(4, 3, "backward", "killed", (2, 2))
+
+
+def survivors_end(size, stage, place, how, mesh=None):
+    pool = Pool(size, group_seconds=GROUP_SECONDS)
+    try:
+        started = time.monotonic()
+        limit = GROUP_SECONDS + SLACK_SECONDS
+        outcomes = pool.outcomes(lose_rank, stage, place, how, mesh, seconds=2 * limit)
+        took = time.monotonic() - started
+        for outcome in outcomes[:-1]:
+            assert outcome.kind == "raised", outcome
+            assert "Error" in outcome.value.splitlines()[-1] or "Error" in outcome.value
+        if how == "killed":
+            assert outcomes[-1].kind == "died" and outcomes[-1].value == -signal.SIGKILL
+            assert took < limit + 5, f"{took:.1f} s"  # with the start of the ranks
+        survivors = [process for process in pool.processes[:-1]]
+    finally:
+        codes = pool.close(10.0)
+    assert codes[:-1] == [0] * (size - 1), "a survivor could not end by itself"
+    assert all(not process.is_alive() for process in survivors)
+
+
+SCRIPT = """
+    import os, sys
+    sys.path.insert(0, {tests!r})
+    import torch, torch.distributed as dist, datetime
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds={timeout}))
+    import test_failure
+    open(os.path.join(sys.argv[1], f"{{dist.get_rank()}}.pid"), "w").write(str(os.getpid()))
+    test_failure.lose_rank(3, "backward", "killed")
+"""
+
+
+def running(pid):
+    """Whether a process of this id exists and is no zombie."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_torchrun_leaves_no_process_behind(tmp_path):
+    script = tmp_path / "train.py"
+    tests = str(pathlib.Path(__file__).parent)
+    script.write_text(textwrap.dedent(SCRIPT.format(tests=tests, timeout=GROUP_SECONDS)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(script), str(tmp_path)], timeout=60, capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    pids = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
+    assert len(pids) == 2, done.stderr
+    deadline = time.monotonic() + 5
+    while any(map(running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(running, pids))
+
+
+def ends_cleanly():
+    """A script that trains and ends without any farewell to zerocore."""
+    model = sharded.shard("transformer", 3)
+    opt = zerocore.AdamW(model.parameters())
+    for number in range(2):
+        sharded.step(model, opt, "transformer", number)
+    torch.held = (model, opt)  # alive when the interpreter ends
+    loss = sharded.step(model, None, "transformer", 2)
+    return loss
+
+
+def test_ranks_end_by_themselves_with_a_model_alive():
+    pool = Pool(2)
+    try:
+        assert all(loss > 0 for loss in pool.run(ends_cleanly))
+    finally:
+        codes = pool.close(10.0)
+    assert codes == [0, 0]

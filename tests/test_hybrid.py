@@ -1,0 +1,88 @@
+"""Sharding inside one dimension of a mesh, replicating over the other."""
+
+import models
+import pytest
+import sharded
+import torch
+import torch.distributed as dist
+from reference import assert_as_exact, assert_same
+from test_parity import plain, trained
+
+import zerocore
+
+
+@pytest.mark.parametrize("job", ["transformer", "odd", "cnn"])
+def test_two_by_two_equals_four_ranks_within_rounding(ranks, job):
+    ((flat, _),) = trained(ranks, 4, job, "adamw", (3,))
+    hybrid = trained(ranks, 4, job, "adamw", (1, 2, 3), mesh=(2, 2))
+    for other, _ in hybrid[1:]:
+        assert_same(other.parameters, hybrid[0][0].parameters)
+        assert_same(other.gradients, hybrid[0][0].gradients)
+    exact = plain(job, "adamw", 4, dtype=torch.float64)
+    ours = plain(job, "adamw", 4)
+    for found in (flat, hybrid[0][0]):
+        assert_as_exact(found.parameters, ours.parameters, exact.parameters)
+        assert_as_exact(found.gradients, ours.gradients, exact.gradients)
+
+
+def count_step(stage, mesh):
+    """Collectives of a step, messages seen by the profiler, padded sizes; after a first step."""
+    model = sharded.shard("transformer", stage, mesh=mesh)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    sharded.step(model, opt, "transformer", 0)
+    zerocore.stats(model).reset()
+    with sharded.Sent() as sent:
+        sharded.step(model, opt, "transformer", 1)
+    stats = zerocore.stats(model)
+    return dict(stats.collectives), sent.elements, dict(stats.units)
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), (4, 1), (1, 4)])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_collectives_of_each_dimension(ranks, stage, mesh):
+    replicas, shards = mesh
+    for collectives, sent, units in ranks(4, count_step, stage, mesh):
+        total = sum(unit.padded for unit in units.values())
+        last = units[models.BLOCKS[-1]].padded
+        again = total - units[""].padded - last if stage == 3 else 0
+        gathered = (total + again) * (shards - 1) // shards
+        scattered = total * (shards - 1) // shards
+        reduced = 2 * (total // shards) * (replicas - 1) // replicas
+        found = {kind: traffic.elements for kind, traffic in collectives.items()}
+        assert found.get("all_gather", 0) == gathered
+        assert found.get("reduce_scatter", 0) == scattered
+        assert found.get("all_reduce", 0) == reduced
+        assert sent == gathered + scattered + reduced
+        for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+            if kind in collectives:
+                assert collectives[kind].bytes == 4 * collectives[kind].elements
+
+
+def test_padding_lets_replicas_split_a_shard(ranks):
+    for _, _, units in ranks(4, count_step, 3, (2, 2)):
+        model = models.build("transformer")
+        for name, unit in units.items():
+            if name:
+                numels = [p.numel() for p in model.get_submodule(name).parameters()]
+                assert (unit.padded, unit.shard) == sharded.padded(numels, 2, 2)
+                assert unit.parameters == sum(numels)
+
+
+def shards_of_replicas():
+    """Each rank's range of every parameter, and the values in it, after some training."""
+    model = sharded.shard("transformer", 3, mesh=(2, 2))
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for number in range(3):
+        sharded.step(model, opt, "transformer", number)
+    return dist.get_rank(), {
+        n: (*zerocore.info(p)[-2:], p.detach()) for n, p in model.named_parameters()
+    }
+
+
+def test_replicas_hold_the_same_shards(ranks):
+    reports = dict(ranks(4, shards_of_replicas))
+    for name in reports[0]:
+        for one, other in ((0, 2), (1, 3)):  # columns of the mesh [[0, 1], [2, 3]]
+            assert reports[one][name][:2] == reports[other][name][:2]
+            assert torch.equal(reports[one][name][2], reports[other][name][2]), name
+    assert any(reports[0][name][:2] != reports[1][name][:2] for name in reports[0])

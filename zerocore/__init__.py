@@ -1,0 +1,30 @@
+"""zerocore: sharded data parallelism for PyTorch (ZeRO stages 0 to 3) behind one call."""
+
+import torch  # noqa: F401  (its libraries must be loaded before the extension)
+
+try:
+    from zerocore import _C  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"zerocore: expected its compiled extension zerocore._C, got: {error}. Build it with "
+        "`pip install --no-build-isolation .` (or `-e .`) in the repository, with the torch that "
+        "you use installed; it must be built again when torch changes."
+    ) from error
+
+from zerocore.api import info, no_sync, shard, stats
+from zerocore.norm import clip_grad_norm_
+from zerocore.optim import AdamW
+from zerocore.policy import MixedPrecision
+from zerocore.state import full_state_dict, gathered
+
+__all__ = [
+    "AdamW",
+    "MixedPrecision",
+    "clip_grad_norm_",
+    "full_state_dict",
+    "gathered",
+    "info",
+    "no_sync",
+    "shard",
+    "stats",
+]

@@ -1,0 +1,246 @@
+"""shard() and the other functions of the public interface."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerocore import groups as process_groups
+from zerocore import registry, stepping
+from zerocore.policy import STAGES, MixedPrecision
+from zerocore.runtime import Options, Sharded
+from zerocore.state import StateHooks
+from zerocore.stats import Stats
+from zerocore.units import UnitPlan, Units, plan_units
+
+
+def shard(
+    model: nn.Module,
+    stage: int = 3,
+    *,
+    mesh: DeviceMesh | None = None,
+    units: Units = None,
+    mixed_precision: MixedPrecision | None = None,
+    reshard_after_forward: bool | None = None,
+    prefetch: int = 1,
+    bucket_bytes: int = 25 * 2**20,
+    max_window_bytes: int | None = None,
+) -> nn.Module:
+    """Shards the training state of `model` over ranks, in place, and returns it.
+
+    The parameters stay the same objects under the same names; between steps they are this rank's
+    shard, of shape (local elements, 1, ..., 1), which any elementwise torch.optim optimizer or
+    `zerocore.AdamW` can step. Rank 0's values of parameters and buffers are taken everywhere;
+    buffers stay local afterwards. Gradients are averaged over all ranks. Parameters that an earlier
+    call took over (of a submodule, with another mesh or stage) are left alone.
+
+    A collective over the ranks of `mesh`.
+
+    Args:
+        stage: ZeRO stage. 0 replicates everything (DDP), 1 shards optimizer state, 2 gradients too,
+            3 parameters too.
+        mesh: ranks to use; None: all. One dimension shards; with two, the first replicates what the
+            second shards (hybrid sharding).
+        units: what is gathered and reduced together: module classes, module names, or a predicate
+            `(name, module) -> bool`. None: the model's repeated blocks.
+        mixed_precision: dtypes of computation and reduction; None: those of the parameters.
+        reshard_after_forward: stage 3 only. False keeps the full parameters from forward to
+            backward, which saves one of three collectives. None: True at stage 3.
+        prefetch: stage 3: units gathered ahead of the one that computes.
+        bucket_bytes: automatic units: small neighbours are merged up to this size.
+        max_window_bytes: stage 3: hard limit of the bytes of full parameters at any time, without
+            those opened by `gathered` or `state_dict` outside of a forward; None: no limit.
+
+    Raises:
+        RuntimeError: if there is no process group, or the model was sharded before.
+        ValueError: for an option out of range, units that match nothing, a model without
+            parameters, a budget smaller than what the model needs at once, or ranks that disagree.
+        NotImplementedError: for parameters that are not supported yet (DTensors, other devices).
+    """
+    sharded_state = stage in STAGES and STAGES[stage].sharded
+    ranks = process_groups.resolve_ranks(mesh, sharded_state)
+    control = process_groups.make_control(ranks)
+    plans: list[UnitPlan] = []
+    options = None
+    error: Exception | None = None
+    try:
+        options = _options(
+            stage, mixed_precision, reshard_after_forward, prefetch, bucket_bytes, max_window_bytes
+        )
+        _check_model(model)
+        plans = plan_units(model, units, bucket_bytes, taken=_is_taken)
+    except (ValueError, RuntimeError, TypeError) as caught:
+        error = caught
+    process_groups.agree(control, ranks, error, _facts(model, options, plans))
+    groups = process_groups.make_groups(ranks, control)
+    with torch.no_grad():
+        process_groups.broadcast_from_first(_own_buffers(model), groups)
+        sharded = Sharded(model, plans, groups, options)
+    StateHooks(model, sharded)
+    stepping.install()
+    return model
+
+
+def _options(
+    stage: int,
+    mixed_precision: MixedPrecision | None,
+    reshard_after_forward: bool | None,
+    prefetch: int,
+    bucket_bytes: int,
+    max_window_bytes: int | None,
+) -> Options:
+    if isinstance(stage, bool) or stage not in STAGES:
+        raise ValueError(f"stage: expected 0, 1, 2 or 3, got {stage!r}")
+    if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision):
+        raise ValueError(
+            f"mixed_precision: expected a zerocore.MixedPrecision or None, got {mixed_precision!r}"
+        )
+    lifetimes = STAGES[stage]
+    if lifetimes.full_parameters_stay and reshard_after_forward:
+        raise ValueError(
+            "reshard_after_forward: expected True at stage 3 only (lower stages keep the full "
+            f"parameters), got it at stage {stage}"
+        )
+    for name, value in (("prefetch", prefetch), ("bucket_bytes", bucket_bytes)):
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name}: expected an integer of at least 0, got {value!r}")
+    if max_window_bytes is not None and not (
+        isinstance(max_window_bytes, int) and max_window_bytes > 0
+    ):
+        raise ValueError(
+            "max_window_bytes: expected a positive number of bytes or None, got "
+            f"{max_window_bytes!r}"
+        )
+    return Options(
+        stage=stage,
+        lifetimes=lifetimes,
+        mixed_precision=mixed_precision,
+        reshard_after_forward=reshard_after_forward is not False,
+        prefetch=prefetch,
+        max_window_bytes=max_window_bytes or 0,
+    )
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    params = dict(model.named_parameters())
+    if not params:
+        raise ValueError(f"model: expected parameters, got {type(model).__name__} without any")
+    if all(map(_is_taken, params.values())):
+        raise RuntimeError("zerocore.shard: expected a model that is not sharded, got one that is")
+    for name, param in params.items():
+        if _is_taken(param):
+            continue
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ValueError(f"{name}: expected an initialised parameter; run one forward first")
+        if type(param.data) is not torch.Tensor:
+            raise NotImplementedError(
+                f"{name}: expected a plain tensor, got {type(param.data).__name__}, which is not "
+                "supported yet"
+            )
+        if param.device.type != "cpu":
+            raise NotImplementedError(
+                f"{name}: expected a parameter on the CPU, got one on {param.device}; other "
+                "devices are not supported yet"
+            )
+        if param.requires_grad and param.is_complex():
+            raise NotImplementedError(
+                f"{name}: expected a real trainable parameter, got {param.dtype}, which is not "
+                "supported yet"
+            )
+
+
+def _is_taken(param: nn.Parameter) -> bool:
+    return registry.entry_of(param) is not None
+
+
+def _facts(
+    model: nn.Module, options: Options | None, plans: list[UnitPlan]
+) -> list[tuple[str, object]]:
+    """What has to be the same on every rank."""
+    facts: list[tuple[str, object]] = [("options", options)]
+    for plan in plans:
+        facts.append((f"unit {plan.name!r} of", [name for name, _ in plan.params]))
+        for name, param in plan.params:
+            what = (tuple(param.shape), param.dtype, param.stride(), param.requires_grad)
+            facts.append((f"parameter {name!r}:", what))
+    if isinstance(model, nn.Module):
+        for name, buffer in model.named_buffers():
+            facts.append((f"buffer {name!r}:", (tuple(buffer.shape), buffer.dtype)))
+    return facts
+
+
+def _own_buffers(model: nn.Module) -> list[torch.Tensor]:
+    """Buffers outside of submodules that an earlier call has taken over."""
+    taken = registry.taken_modules(model)
+    modules = [module for module in model.modules() if module not in taken]
+    return [buffer for module in modules for buffer in module.buffers(recurse=False)]
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backwards inside the `with` block keep full local gradients instead of reducing them.
+
+    For gradient accumulation: the last backward before `optimizer.step()` runs outside of it and
+    reduces the sum, once. At stages 0 and 1 this is the stage's normal mode of accumulation. At
+    stages 2 and 3 it takes the memory of a full gradient (and says so once); without it each
+    backward reduces into the shard. Meanwhile `p.grad` shows this rank's part of the local
+    gradient; clearing it clears all of it.
+
+    Raises:
+        ValueError: if `model` is not sharded.
+    """
+    models = registry.require_sharded(model, "zerocore.no_sync")
+    before = [sharded.core.sync for sharded in models]
+    for sharded in models:
+        sharded.set_sync(False)
+    try:
+        yield
+    finally:
+        for sharded, sync in zip(models, before, strict=True):
+            sharded.core.sync = sync
+
+
+class Info(NamedTuple):
+    """A parameter, and the part of it that this rank holds."""
+
+    name: str
+    shape: torch.Size  # of the full parameter
+    dtype: torch.dtype
+    unit: str  # '' is the root
+    start: int  # this rank holds elements [start, stop) of the parameter, flattened in the order of
+    stop: int  # memory (row-major for a contiguous one)
+
+
+def info(param: torch.Tensor) -> Info:
+    """Where a parameter of a sharded model lives.
+
+    Raises:
+        ValueError: if `param` is not a parameter of a sharded model.
+    """
+    entry = registry.entry_of(param) if isinstance(param, torch.Tensor) else None
+    sharded = entry.sharded() if entry is not None else None
+    if sharded is None:
+        raise ValueError("zerocore.info: expected a parameter of a sharded model, got another one")
+    core = sharded.core
+    dtype = core.shard(entry.unit, entry.flat).dtype
+    owned = core.owned(entry.unit, entry.flat, entry.index)
+    return Info(entry.name, entry.shape, dtype, sharded.units[entry.unit], *owned)
+
+
+def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Stats:
+    """Measured memory, communication and events of a sharded model; see `Stats`.
+
+    Args:
+        optimizer: to count the bytes of its state as well.
+
+    Raises:
+        ValueError: if `model` is not sharded.
+    """
+    return Stats(model, optimizer)

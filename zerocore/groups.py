@@ -1,0 +1,170 @@
+"""Which ranks share what, and how they agree. The only file that calls torch.distributed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The global ranks of a model's data parallelism, as this rank sees them.
+
+    Attributes:
+        all: every rank, in the order of the mesh.
+        shard: the ranks that share one copy, this one among them.
+        replicate: the ranks that hold the same shard, this one among them.
+    """
+
+    all: tuple[int, ...]
+    shard: tuple[int, ...]
+    replicate: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Process groups of a model; None stands for a group of one rank."""
+
+    ranks: Ranks
+    shard: dist.ProcessGroup | None
+    replicate: dist.ProcessGroup | None
+    control: dist.ProcessGroup | None
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank speaks for all, in warnings for example."""
+        return dist.get_rank() == self.ranks.all[0]
+
+
+def resolve_ranks(mesh: DeviceMesh | None, sharded: bool) -> Ranks:
+    """The ranks of `mesh` (None: all ranks), which stage 0 (`sharded` False) only replicates.
+
+    Raises:
+        RuntimeError: if the default process group is not initialised.
+        ValueError: if the mesh has another number of dimensions, or does not contain this rank.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "zerocore.shard: expected an initialised process group, got none; call "
+            "torch.distributed.init_process_group('gloo') first (under torchrun)"
+        )
+    rank = dist.get_rank()
+    if mesh is None:
+        grid = torch.arange(dist.get_world_size()).unsqueeze(0)
+    elif not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"mesh: expected a DeviceMesh or None, got {type(mesh).__name__}")
+    elif mesh.ndim not in (1, 2):
+        raise ValueError(f"mesh: expected 1 dimension, or 2 (replicate, shard), got {mesh.ndim}")
+    elif mesh.ndim == 2 and tuple(mesh.mesh_dim_names or ()) == ("shard", "replicate"):
+        raise ValueError("mesh: expected the dimensions ('replicate', 'shard'), got them reversed")
+    else:
+        grid = mesh.mesh.reshape(-1, mesh.mesh.shape[-1])
+    place = (grid == rank).nonzero()
+    if len(place) != 1:
+        raise ValueError(
+            f"mesh: expected rank {rank}, which calls zerocore.shard, to be in it once, got the "
+            f"ranks {grid.flatten().tolist()}"
+        )
+    row, column = place[0].tolist()
+    everyone = tuple(grid.flatten().tolist())
+    if not sharded:
+        return Ranks(everyone, (rank,), everyone)
+    return Ranks(everyone, tuple(grid[row].tolist()), tuple(grid[:, column].tolist()))
+
+
+def _timeout() -> timedelta | None:
+    """The default group's timeout: new groups do not inherit it by themselves."""
+    options = getattr(dist.group.WORLD._get_backend(torch.device("cpu")), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def _new_group(ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | None:
+    if len(ranks) == 1:
+        return None
+    # Only the members take part: a model may live on some of the ranks.
+    return dist.new_group(
+        list(ranks),
+        timeout=_timeout(),
+        backend="gloo",
+        use_local_synchronization=True,
+        group_desc=f"zerocore {purpose}",
+    )
+
+
+def make_control(ranks: Ranks) -> dist.ProcessGroup | None:
+    """The group for agreements on the host. A collective over `ranks.all`."""
+    return _new_group(ranks.all, "control")
+
+
+def make_groups(ranks: Ranks, control: dist.ProcessGroup | None) -> Groups:
+    """The groups that carry parameters and gradients. A collective over `ranks.all`."""
+    shard = _new_group(ranks.shard, "shard")
+    replicate = _new_group(ranks.replicate, "replicate")
+    return Groups(ranks, shard, replicate, control)
+
+
+def agree(
+    control: dist.ProcessGroup | None,
+    ranks: Ranks,
+    error: Exception | None,
+    facts: list[tuple[str, Any]],
+) -> None:
+    """Raises on every rank if one has an error, or if the facts of two ranks differ.
+
+    Args:
+        error: what is wrong on this rank, if anything.
+        facts: (what, value) pairs that have to be equal everywhere; values are compared by `repr`.
+
+    Raises:
+        Exception: this rank's `error`.
+        ValueError: for another rank's error, and for facts that differ: it names the first one.
+    """
+    if control is None:
+        if error is not None:
+            raise error
+        return
+    mine = (repr(error) if error is not None else None, [(k, repr(v)) for k, v in facts])
+    everyone: list[Any] = [None] * len(ranks.all)
+    dist.all_gather_object(everyone, mine, group=control)
+    if error is not None:
+        raise error
+    for rank, (theirs, _) in zip(ranks.all, everyone, strict=True):
+        if theirs is not None:
+            raise ValueError(f"zerocore.shard failed on rank {rank}: {theirs}")
+    reference = everyone[0][1]
+    for rank, (_, values) in zip(ranks.all, everyone, strict=True):
+        for i in range(max(len(reference), len(values))):
+            expected = reference[i] if i < len(reference) else ("nothing", "")
+            got = values[i] if i < len(values) else ("nothing", "")
+            if expected != got:
+                raise ValueError(
+                    "zerocore.shard: expected the same call on every rank, got a difference: "
+                    f"rank {ranks.all[0]} has {expected[0]} {expected[1]}, rank {rank} has "
+                    f"{got[0]} {got[1]}"
+                )
+
+
+def broadcast_from_first(tensors: list[torch.Tensor], groups: Groups) -> None:
+    """Rank 0's values, in place and byte for byte."""
+    if groups.control is None:
+        return
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            continue
+        buffer = tensor.detach().contiguous()
+        flat = buffer.reshape(-1).view(torch.uint8)
+        dist.broadcast(flat, src=groups.ranks.all[0], group=groups.control)
+        if buffer.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(buffer)
+
+
+def reduce_over_shards(value: torch.Tensor, groups: Groups, maximum: bool = False) -> None:
+    """The sum (or maximum) over the shard group, in place."""
+    if groups.shard is not None:
+        op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+        dist.all_reduce(value, op=op, group=groups.shard)

@@ -1,0 +1,68 @@
+"""What a stage means, and in which dtypes things happen: values, not code paths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Lifetimes:
+    """Which state of a ZeRO stage exists once over all ranks, and how long the rest lives.
+
+    Stages as in "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
+    (arXiv 1910.02054, section 5). Stage 0 is the case of a shard group of one rank whose replicas
+    are all the others.
+
+    Attributes:
+        sharded: optimizer state and reduced gradients are split over the shard group.
+        full_parameters_stay: the full parameters live always; otherwise only in a window around
+            the computation of their unit.
+        full_gradients_expected: full local gradients that wait for their reduction are part of the
+            stage's memory (they appear under `zerocore.no_sync` only).
+    """
+
+    sharded: bool
+    full_parameters_stay: bool
+    full_gradients_expected: bool
+
+
+STAGES = {
+    0: Lifetimes(sharded=False, full_parameters_stay=True, full_gradients_expected=True),
+    1: Lifetimes(sharded=True, full_parameters_stay=True, full_gradients_expected=True),
+    2: Lifetimes(sharded=True, full_parameters_stay=True, full_gradients_expected=False),
+    3: Lifetimes(sharded=True, full_parameters_stay=False, full_gradients_expected=False),
+}
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """Computation in a narrow dtype over fp32 master parameters and main gradients.
+
+    Attributes:
+        param: dtype of the full parameters that modules compute with, and of floating inputs of the
+            model, which are cast to it. Parameters that are not floating keep their dtype.
+        reduce: dtype in which gradients travel; sums are taken in fp32 and rounded to it once.
+            None: the same as `param`.
+        output: dtype to which floating outputs of the model are cast. None: left as they are.
+
+    Raises:
+        ValueError: if a dtype is not a floating one.
+    """
+
+    param: torch.dtype = torch.bfloat16
+    reduce: torch.dtype | None = None
+    output: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("param", "reduce", "output"):
+            dtype = getattr(self, name)
+            optional = name != "param"
+            if dtype is None and optional:
+                continue
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                raise ValueError(
+                    f"MixedPrecision({name}=...): expected a floating torch dtype"
+                    f"{' or None' if optional else ''}, got {dtype!r}"
+                )

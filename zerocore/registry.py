@@ -1,0 +1,79 @@
+"""Which parameters and modules zerocore has taken over."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+if TYPE_CHECKING:
+    from zerocore.runtime import Sharded
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a parameter lives.
+
+    Attributes:
+        sharded: the sharded model that owns it (weak: the parameter must not keep it alive).
+        name: its name in that model.
+        shape: its full shape.
+        unit: index of its unit, 0 is the root.
+        flat: index of its flat buffer in the unit.
+        index: its place in the flat buffer.
+    """
+
+    sharded: weakref.ref[Sharded]
+    name: str
+    shape: torch.Size
+    unit: int
+    flat: int
+    index: int
+
+
+_entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_models: weakref.WeakKeyDictionary[nn.Module, Sharded] = weakref.WeakKeyDictionary()
+
+
+def add_param(param: nn.Parameter, entry: Entry) -> None:
+    """Remembers a parameter for as long as it lives."""
+    _entries[param] = entry
+
+
+def add_model(model: nn.Module, sharded: Sharded) -> None:
+    """Remembers the module that `zerocore.shard` was called on."""
+    _models[model] = sharded
+
+
+def entry_of(param: torch.Tensor) -> Entry | None:
+    """The parameter's place, or None if it is not sharded by zerocore."""
+    return _entries.get(param)
+
+
+def sharded_models(model: nn.Module) -> list[Sharded]:
+    """The sharded models in `model`, itself included, outermost first."""
+    return [_models[module] for module in model.modules() if module in _models]
+
+
+def taken_modules(model: nn.Module) -> set[nn.Module]:
+    """The modules of the sharded models in `model`."""
+    return {module for root in model.modules() if root in _models for module in root.modules()}
+
+
+def require_sharded(model: nn.Module, caller: str) -> list[Sharded]:
+    """As `sharded_models`, but at least one.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    found = sharded_models(model) if isinstance(model, nn.Module) else []
+    if not found:
+        raise ValueError(
+            f"{caller}: expected a model that zerocore.shard was called on, got "
+            f"{type(model).__name__}"
+        )
+    return found

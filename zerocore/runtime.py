@@ -1,0 +1,191 @@
+"""A sharded model: hooks on its modules that drive the C++ runtime."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerocore import _C, registry
+from zerocore.groups import Groups
+from zerocore.policy import Lifetimes, MixedPrecision
+from zerocore.units import UnitPlan
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        children = value
+    elif isinstance(value, Mapping):
+        children = value.values()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        children = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    else:
+        return []
+    return [tensor for child in children for tensor in tensors_in(child)]
+
+
+def map_tensors(value: Any, change: Any) -> Any:
+    """`value` with `change` applied to the tensors of nested tuples, lists, dicts, dataclasses."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(child, change) for child in value))
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(child, change) for child in value)
+    if isinstance(value, dict):
+        copy = value.copy()
+        for key, child in value.items():
+            copy[key] = map_tensors(child, change)
+        return copy
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = {
+            field.name: map_tensors(getattr(value, field.name), change)
+            for field in dataclasses.fields(value)
+            if field.init
+        }
+        return dataclasses.replace(value, **changed)
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of one `zerocore.shard` call, checked."""
+
+    stage: int
+    lifetimes: Lifetimes
+    mixed_precision: MixedPrecision | None
+    reshard_after_forward: bool
+    prefetch: int
+    max_window_bytes: int
+
+
+class Sharded:
+    """The state of one `zerocore.shard` call.
+
+    Attributes:
+        core: the C++ runtime.
+        groups: the process groups.
+        options: as given to `zerocore.shard`.
+        plans: name and number of elements of each unit; unit 0 is the root.
+    """
+
+    def __init__(
+        self, model: nn.Module, plans: list[UnitPlan], groups: Groups, options: Options
+    ) -> None:
+        self.groups = groups
+        self.options = options
+        self.units = [plan.name for plan in plans]
+        self.elements = [sum(p.numel() for _, p in plan.params) for plan in plans]
+        self.flats: list[list[list[nn.Parameter]]] = []  # [unit][flat]: the parameters
+        self._warned = False
+        mixed = options.mixed_precision
+        devices = {p.device for plan in plans for _, p in plan.params}
+        self.core = _C.Runtime(
+            shard_group=groups.shard.group_name if groups.shard else "",
+            replicate_group=groups.replicate.group_name if groups.replicate else "",
+            control_group=groups.control.group_name if groups.control else "",
+            device=next(iter(devices)),
+            persistent=options.lifetimes.full_parameters_stay,
+            reshard_after_forward=options.reshard_after_forward,
+            prefetch=options.prefetch,
+            max_window_bytes=options.max_window_bytes,
+            compute_dtype=mixed.param if mixed else None,
+            reduce_dtype=(mixed.reduce or mixed.param) if mixed else None,
+        )
+        for plan in plans:
+            self._add_unit(plan)
+        self.core.seal()
+        self._hook_root(model)
+        for unit, plan in enumerate(plans[1:], start=1):
+            for i, module in enumerate(plan.modules):
+                self._hook_unit(module, unit, first=i == 0)
+        registry.add_model(model, self)
+
+    def _add_unit(self, plan: UnitPlan) -> None:
+        """Hands the unit's parameters to the runtime, one flat buffer a dtype and trainability.
+
+        Frozen parameters get buffers of their own, so that they cost no gradient memory.
+        """
+        groups: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+        for name, param in plan.params:
+            groups.setdefault((param.dtype, param.requires_grad), []).append((name, param))
+        unit = len(self.flats)
+        self.flats.append([[param for _, param in group] for group in groups.values()])
+        for flat, group in enumerate(groups.values()):
+            for index, (name, param) in enumerate(group):
+                entry = registry.Entry(weakref.ref(self), name, param.shape, unit, flat, index)
+                registry.add_param(param, entry)
+        self.core.add_unit(
+            plan.name,
+            [[name for name, _ in group] for group in groups.values()],
+            [[param for _, param in group] for group in groups.values()],
+        )
+
+    def _hook_root(self, model: nn.Module) -> None:
+        core = self.core
+        mixed = self.options.mixed_precision
+
+        def cast(value: Any, dtype: torch.dtype) -> Any:
+            return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            self._check_devices(args, kwargs)
+            core.begin_forward(torch.is_grad_enabled())
+            return (cast(args, mixed.param), cast(kwargs, mixed.param)) if mixed else None
+
+        def after(_: nn.Module, args: Any, output: Any) -> Any:
+            if mixed and mixed.output is not None:
+                output = cast(output, mixed.output)
+            core.end_forward(tensors_in(output), output is None)
+            return output
+
+        model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        model.register_forward_hook(after, always_call=True)
+
+    def _hook_unit(self, module: nn.Module, unit: int, first: bool) -> None:
+        core = self.core
+
+        # The end of the unit's backward is seen at the inputs of its first module.
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            core.pre_forward(unit, tensors_in((args, kwargs)) if first else [])
+
+        def after(_: nn.Module, args: Any, output: Any) -> None:
+            core.post_forward(unit, tensors_in(output), output is None)
+
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(after, always_call=True)
+
+    def _check_devices(self, args: Any, kwargs: Any) -> None:
+        device = self.flats_device
+        for tensor in tensors_in((args, kwargs)):
+            if tensor.device != device and tensor.dim() > 0:
+                raise RuntimeError(
+                    f"zerocore: expected the model's inputs on {device}, where its parameters are, "
+                    f"got a tensor on {tensor.device}"
+                )
+
+    @property
+    def flats_device(self) -> torch.device:
+        """The device of the parameters."""
+        return next(p.device for unit in self.flats for flat in unit for p in flat)
+
+    def set_sync(self, sync: bool) -> None:
+        """Whether backwards reduce; see `zerocore.no_sync`."""
+        keeps_full = not sync and not self.options.lifetimes.full_gradients_expected
+        if keeps_full and not self._warned and self.groups.first:
+            warnings.warn(
+                f"zerocore.no_sync at stage {self.options.stage} keeps a full local gradient on "
+                "every rank; without it each backward reduces into the shard, which takes 1/N of "
+                "that memory and gives the same sum",
+                stacklevel=4,
+            )
+            self._warned = True
+        self.core.sync = sync

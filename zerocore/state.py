@@ -1,0 +1,156 @@
+"""Full tensors under the original names: model.state_dict(), load_state_dict() and relatives."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerocore import registry
+from zerocore.runtime import Sharded
+
+
+def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+    """The model's state with full tensors under the original names, as before `zerocore.shard`.
+
+    A collective over the model's ranks, which gathers unit by unit. Parameters come in their own
+    dtype (fp32 master values under mixed precision), as copies; buffers are this rank's.
+
+    Args:
+        rank0_only: other ranks take part but get an empty dict, and hold one unit at most.
+
+    Raises:
+        ValueError: if `model` is not sharded.
+    """
+    sharded = registry.require_sharded(model, "zerocore.full_state_dict")
+    state = model.state_dict()
+    if rank0_only and not sharded[0].groups.first:
+        state.clear()
+    return state
+
+
+class StateHooks:
+    """Makes state_dict() and load_state_dict() of a sharded model speak of full tensors.
+
+    torch calls the hooks of every submodule; the outermost one does the work, so that each unit is
+    gathered once.
+    """
+
+    def __init__(self, model: nn.Module, sharded: Sharded) -> None:
+        self._sharded = sharded
+        self._outermost: nn.Module | None = None
+        # torch marks the functions that it is given: methods cannot be marked, functions can.
+        before_save = functools.partial(self._before_save)
+        after_save = functools.partial(self._after_save)
+        for module in model.modules():
+            module.register_state_dict_pre_hook(before_save)
+            module.register_state_dict_post_hook(after_save)
+            module.register_load_state_dict_pre_hook(self._before_load)
+            module.register_load_state_dict_post_hook(self._after_load)
+
+    def _before_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if self._outermost is None:
+            self._outermost = module
+
+    def _after_save(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
+        if module is not self._outermost:
+            return
+        self._outermost = None
+        names: dict[tuple[int, int], list[tuple[int, str]]] = {}
+        for name, param in module.named_parameters(remove_duplicate=False):
+            entry = registry.entry_of(param)
+            if entry is not None and entry.sharded() is self._sharded and prefix + name in state:
+                names.setdefault((entry.unit, entry.flat), []).append((entry.index, prefix + name))
+        for (unit, flat), wanted in names.items():
+            tensors = self._sharded.core.full_tensors(unit, flat)
+            for index, name in wanted:
+                state[name] = tensors[index]
+
+    def _before_load(
+        self,
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        for name, param in module.named_parameters(recurse=False):
+            entry = registry.entry_of(param)
+            key = prefix + name
+            if entry is None or entry.sharded() is not self._sharded or key not in state:
+                continue
+            if metadata.get("assign_to_params_buffers"):
+                raise ValueError(
+                    "load_state_dict: expected assign=False for a sharded model, whose parameters "
+                    "must stay the same objects, got assign=True"
+                )
+            if not self._sharded.core.is_open(entry.unit):
+                self._sharded.core.settle()
+                self._replace_by_slice(state, key, param, entry, errors)
+
+    def _replace_by_slice(
+        self,
+        state: dict[str, Any],
+        key: str,
+        param: nn.Parameter,
+        entry: registry.Entry,
+        errors: list[str],
+    ) -> None:
+        full = state[key]
+        if not isinstance(full, torch.Tensor) or full.shape != entry.shape:
+            got = tuple(full.shape) if isinstance(full, torch.Tensor) else type(full).__name__
+            errors.append(f"{key}: expected the full shape {tuple(entry.shape)}, got {got}")
+            state[key] = param.detach()
+            return
+        core = self._sharded.core
+        state[key] = core.slice(entry.unit, entry.flat, entry.index, full.detach())
+
+    def _after_load(self, module: nn.Module, incompatible: Any) -> None:
+        for param in module.parameters(recurse=False):
+            entry = registry.entry_of(param)
+            if entry is not None and entry.sharded() is self._sharded:
+                self._sharded.core.after_step(entry.unit, entry.flat)
+
+
+@contextlib.contextmanager
+def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
+    """Full parameters of `module` (and below), under their names, inside the `with` block.
+
+    A collective: every rank of the model enters and leaves. Units are opened whole. Outside of a
+    forward the parameters have their own dtype (the fp32 master values under mixed precision).
+    Inside the forward of the model it opens the windows for a computation that reads parameters
+    of a submodule without calling it; gradients flow as usual.
+
+    Args:
+        write: on exit, rank 0's content becomes the parameters' on every rank.
+
+    Raises:
+        ValueError: if no parameter of `module` is sharded.
+        RuntimeError: if parameters were changed without `write`, or `write` was asked for in a
+            forward.
+    """
+    opened: dict[Sharded, set[int]] = {}
+    for param in module.parameters():
+        entry = registry.entry_of(param)
+        if entry is not None and (sharded := entry.sharded()) is not None:
+            opened.setdefault(sharded, set()).add(entry.unit)
+    if not opened:
+        raise ValueError(
+            "zerocore.gathered: expected a module with parameters that zerocore.shard took over, "
+            f"got {type(module).__name__} without any"
+        )
+    with contextlib.ExitStack() as stack:
+        for sharded, units in opened.items():
+            order = sorted(units)
+            sharded.core.open(order)
+            stack.callback(sharded.core.close, order, write)
+        yield module

@@ -1,0 +1,132 @@
+"""What a sharded model holds and sends, measured."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from zerocore import registry
+
+
+class Collectives(NamedTuple):
+    """Collectives of one kind."""
+
+    calls: int
+    elements: int  # sent by this rank
+    bytes: int  # sent by this rank
+
+
+class Unit(NamedTuple):
+    """Size of a unit."""
+
+    parameters: int  # elements, without padding
+    padded: int  # elements of its flat buffers
+    shard: int  # elements of them that this rank holds
+
+
+class Windows(NamedTuple):
+    """Memory leased for windows of resharded units (stage 3), in bytes."""
+
+    bytes: int
+    peak: int
+
+
+class Record(NamedTuple):
+    """Something that happened."""
+
+    sequence: int
+    event: str  # launch, wait (the host needs the result), done; begin, end
+    kind: str  # all_gather, reduce; compute
+    unit: str
+    elements: int  # of the unit's flat buffers
+    phase: str  # forward, backward, idle
+    time: float  # seconds, from an arbitrary start
+
+
+class Stats:
+    """Measured facts about the sharded models in a model; made by `zerocore.stats`."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self._sharded = registry.require_sharded(model, "zerocore.stats")
+        self._optimizer = optimizer
+
+    @property
+    def collectives(self) -> dict[str, Collectives]:
+        """Per kind, what this rank handed to process groups since `reset()`.
+
+        Kinds: all_gather and reduce_scatter (in the shard group), all_reduce (in the replicate
+        group), broadcast, control (agreements on the host). Over n ranks a rank sends (n-1)/n of
+        the elements for a gather or a reduce-scatter, and twice that for an all-reduce.
+        """
+        total: dict[str, Collectives] = {}
+        for sharded in self._sharded:
+            for kind, counts in sharded.core.traffic().items():
+                before = total.get(kind, Collectives(0, 0, 0))
+                total[kind] = Collectives(*(a + b for a, b in zip(before, counts, strict=True)))
+        return total
+
+    @property
+    def units(self) -> dict[str, Unit]:
+        """Sizes by name of unit; '' is the root's."""
+        sizes = {}
+        for sharded in self._sharded:
+            for unit, name in enumerate(sharded.units):
+                padded = [sharded.core.padded(unit, f) for f in range(len(sharded.flats[unit]))]
+                sizes[name] = Unit(
+                    sharded.elements[unit], sum(p for p, _ in padded), sum(s for _, s in padded)
+                )
+        return sizes
+
+    @property
+    def resident(self) -> dict[str, int]:
+        """Bytes held now, by category.
+
+        parameters: resident full parameters (stages 0 to 2), or shards that are no master copies.
+        gradients: reduced shards, and full local gradients under `zerocore.no_sync`.
+        master: shards in another dtype than the one computed in.
+        moments: tensors of the optimizer's state, if one was given, without step counters.
+        """
+        held = {"parameters": 0, "gradients": 0, "master": 0}
+        for sharded in self._sharded:
+            core = sharded.core
+            stays = sharded.options.lifetimes.full_parameters_stay
+            for unit, flats in enumerate(sharded.flats):
+                for flat in range(len(flats)):
+                    shard = core.shard(unit, flat)
+                    if stays:
+                        held["parameters"] += core.window_bytes(unit, flat)
+                    if not core.shard_is_slot(unit, flat):
+                        narrow = core.compute_dtype(unit, flat) != shard.dtype
+                        held["master" if narrow else "parameters"] += shard.nbytes
+                    held["gradients"] += core.gradient_bytes(unit, flat)
+        if self._optimizer is not None:
+            held["moments"] = _moment_bytes(self._optimizer)
+        return held
+
+    @property
+    def windows(self) -> Windows:
+        """Leases of windows now, and the most at once since `reset()`."""
+        pairs = [sharded.core.windows() for sharded in self._sharded]
+        return Windows(sum(now for now, _ in pairs), sum(peak for _, peak in pairs))
+
+    @property
+    def log(self) -> list[Record]:
+        """The newest events, oldest first."""
+        return [Record(*record) for sharded in self._sharded for record in sharded.core.records()]
+
+    def reset(self) -> None:
+        """Forgets collectives, the log, and the peak of the windows."""
+        for sharded in self._sharded:
+            sharded.core.reset_stats()
+
+
+def _moment_bytes(optimizer: torch.optim.Optimizer) -> int:
+    storages = {}
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                storage = value.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())

@@ -1,0 +1,109 @@
+"""What happens around every optimizer step, zerocore's and torch's alike."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from zerocore import registry
+from zerocore.runtime import Sharded
+
+# Their update of an element depends on other elements of the parameter, or of other parameters.
+_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "Lamb", "LARS", "Shampoo", "SOAP")
+_ELEMENTWISE = tuple(
+    getattr(torch.optim, name)
+    for name in ("SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop ASGD".split())
+)
+
+_Places = dict[Sharded, set[tuple[int, int]]]
+_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_places: weakref.WeakKeyDictionary[Optimizer, tuple[int, dict]] = weakref.WeakKeyDictionary()
+_installed = False
+
+
+def install() -> None:
+    """Registers the hooks, once a process."""
+    global _installed
+    if not _installed:
+        register_optimizer_step_pre_hook(_before)
+        register_optimizer_step_post_hook(_after)
+        _installed = True
+
+
+def _before(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    for sharded in _places_of(optimizer):
+        if optimizer not in _checked:
+            _check(optimizer, sharded)
+        sharded.core.before_step()
+
+
+def _after(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    for sharded, flats in _places_of(optimizer).items():
+        for unit, flat in flats:
+            sharded.core.after_step(unit, flat)
+        _checked.add(optimizer)
+
+
+def _places_of(optimizer: Optimizer) -> _Places:
+    """The flat buffers whose parameters the optimizer steps."""
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    known = _places.get(optimizer)
+    if known is None or known[0] != count:
+        found: dict[weakref.ref[Sharded], set[tuple[int, int]]] = {}
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                entry = registry.entry_of(param)
+                if entry is not None:
+                    found.setdefault(entry.sharded, set()).add((entry.unit, entry.flat))
+        known = _places[optimizer] = (count, found)
+    return {sharded: flats for ref, flats in known[1].items() if (sharded := ref()) is not None}
+
+
+def _check(optimizer: Optimizer, sharded: Sharded) -> None:
+    """Refuses optimizers that cannot work on shards.
+
+    Raises:
+        RuntimeError: for an optimizer that needs whole parameters, or state of whole ones.
+    """
+    if len(sharded.groups.ranks.shard) == 1:
+        return
+    kind = type(optimizer)
+    names = {base.__name__ for base in kind.__mro__}
+    refused = names.intersection(_NOT_ELEMENTWISE)
+    if refused:
+        raise RuntimeError(
+            f"zerocore: {kind.__name__} needs whole parameters, but at stage "
+            f"{sharded.options.stage} each rank holds a shard; expected an elementwise optimizer "
+            "(AdamW, SGD, ...) or stage 0"
+        )
+    known = isinstance(optimizer, _ELEMENTWISE) or kind.__module__.startswith("zerocore.")
+    if not known and sharded.groups.first:
+        warnings.warn(
+            f"zerocore: {kind.__name__} steps shards of parameters; the result is right only if "
+            "its update of an element depends on nothing but that element and its history",
+            stacklevel=4,
+        )
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            _check_state(optimizer, param)
+
+
+def _check_state(optimizer: Optimizer, param: torch.Tensor) -> None:
+    entry = registry.entry_of(param)
+    if entry is None:
+        return
+    for key, value in optimizer.state.get(param, {}).items():
+        full = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == entry.shape
+        if full and value.shape != param.shape:
+            raise RuntimeError(
+                f"zerocore: expected optimizer state of shards, got {key!r} of {entry.name!r} with "
+                f"the full shape {tuple(value.shape)}; call zerocore.shard before the optimizer's "
+                "first step"
+            )
