@@ -143,6 +143,14 @@ void bind_runtime(py::module_& m) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "The compiled core of zerocore.";
+  m.def(
+      "padded_elements",
+      [](std::vector<int64_t> numels, int64_t shards, int64_t replicas) {
+        const zerocore::Layout layout(std::move(numels), shards, replicas);
+        return std::make_pair(layout.total(), layout.shard_numel());
+      },
+      py::arg("numels"), py::arg("shards"), py::arg("replicas"),
+      "Elements of the flat buffer of parameters with these sizes, and of each rank's shard.");
   zerocore::ops::bind_kernels(m);
   zerocore::bind_runtime(m);
 }

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerocore import _C, registry, stepping
 from zerocore import groups as process_groups
-from zerocore import registry, stepping
 from zerocore.policy import STAGES, MixedPrecision
 from zerocore.runtime import Options, Sharded
 from zerocore.state import StateHooks
@@ -74,6 +74,7 @@ def shard(
         )
         _check_model(model)
         plans = plan_units(model, units, bucket_bytes, taken=_is_taken)
+        _check_budget(plans, options, ranks)
     except (ValueError, RuntimeError, TypeError) as caught:
         error = caught
     process_groups.agree(control, ranks, error, _facts(model, options, plans))
@@ -158,6 +159,30 @@ def _check_model(model: nn.Module) -> None:
 
 def _is_taken(param: nn.Parameter) -> bool:
     return registry.entry_of(param) is not None
+
+
+def _check_budget(plans: list[UnitPlan], options: Options, ranks: process_groups.Ranks) -> None:
+    """The root's window is open all the time, and every other one must fit beside it."""
+    if options.lifetimes.full_parameters_stay or not options.max_window_bytes:
+        return
+    sizes = {}
+    for plan in plans:
+        sizes[plan.name] = 0
+        for flat in plan.flats():
+            numels = [param.numel() for _, param in flat]
+            padded, _ = _C.padded_elements(numels, len(ranks.shard), len(ranks.replicate))
+            dtype = flat[0][1].dtype
+            if options.mixed_precision is not None and dtype.is_floating_point:
+                dtype = options.mixed_precision.param
+            sizes[plan.name] += padded * dtype.itemsize
+    root = sizes.pop("")
+    name, largest = max(sizes.items(), key=lambda item: item[1], default=("", 0))
+    if root + largest > options.max_window_bytes:
+        raise ValueError(
+            f"max_window_bytes: expected at least {root + largest} bytes (the root {root}, "
+            f"unit {name!r} {largest}), got {options.max_window_bytes}; choose smaller units or a "
+            "larger budget"
+        )
 
 
 def _facts(

@@ -57,7 +57,9 @@ def grad_norm(
     parts: dict[Sharded | None, torch.Tensor] = {}
     largest = math.isinf(norm_type)
     for sharded, param in params:
-        part = parts.setdefault(sharded, torch.zeros((), dtype=torch.float64))
+        if sharded not in parts:
+            parts[sharded] = torch.zeros((), dtype=torch.float64)
+        part = parts[sharded]
         if param.grad is None or param.grad.numel() == 0:
             continue
         grad = param.grad.detach()

@@ -74,7 +74,8 @@ class Sharded:
         core: the C++ runtime.
         groups: the process groups.
         options: as given to `zerocore.shard`.
-        plans: name and number of elements of each unit; unit 0 is the root.
+        units, elements: name and number of elements of each unit; unit 0 is the root.
+        flats: the parameters of each flat buffer of each unit.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Sharded:
         self.options = options
         self.units = [plan.name for plan in plans]
         self.elements = [sum(p.numel() for _, p in plan.params) for plan in plans]
-        self.flats: list[list[list[nn.Parameter]]] = []  # [unit][flat]: the parameters
+        self.flats: list[list[list[nn.Parameter]]] = []
         self._warned = False
         mixed = options.mixed_precision
         devices = {p.device for plan in plans for _, p in plan.params}
@@ -110,23 +111,18 @@ class Sharded:
         registry.add_model(model, self)
 
     def _add_unit(self, plan: UnitPlan) -> None:
-        """Hands the unit's parameters to the runtime, one flat buffer a dtype and trainability.
-
-        Frozen parameters get buffers of their own, so that they cost no gradient memory.
-        """
-        groups: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
-        for name, param in plan.params:
-            groups.setdefault((param.dtype, param.requires_grad), []).append((name, param))
+        """Hands the unit's parameters to the C++ runtime."""
         unit = len(self.flats)
-        self.flats.append([[param for _, param in group] for group in groups.values()])
-        for flat, group in enumerate(groups.values()):
-            for index, (name, param) in enumerate(group):
-                entry = registry.Entry(weakref.ref(self), name, param.shape, unit, flat, index)
+        flats = plan.flats()
+        self.flats.append([[param for _, param in flat] for flat in flats])
+        for f, flat in enumerate(flats):
+            for index, (name, param) in enumerate(flat):
+                entry = registry.Entry(weakref.ref(self), name, param.shape, unit, f, index)
                 registry.add_param(param, entry)
         self.core.add_unit(
             plan.name,
-            [[name for name, _ in group] for group in groups.values()],
-            [[param for _, param in group] for group in groups.values()],
+            [[name for name, _ in flat] for flat in flats],
+            [[param for _, param in flat] for flat in flats],
         )
 
     def _hook_root(self, model: nn.Module) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 Units = Iterable[type[nn.Module] | str] | Callable[[str, nn.Module], bool] | None
@@ -29,6 +30,16 @@ class UnitPlan:
     def bytes(self) -> int:
         """Bytes of the parameters, without padding."""
         return sum(p.numel() * p.element_size() for _, p in self.params)
+
+    def flats(self) -> list[list[tuple[str, nn.Parameter]]]:
+        """The parameters that share a flat buffer: of one dtype, all trainable or all frozen.
+
+        Frozen parameters get buffers of their own, so that they cost no gradient memory.
+        """
+        groups: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+        for name, param in self.params:
+            groups.setdefault((param.dtype, param.requires_grad), []).append((name, param))
+        return list(groups.values())
 
 
 def plan_units(

@@ -61,17 +61,6 @@ int Runtime::add_unit(std::string name, std::vector<FlatParams> flats) {
 }
 
 void Runtime::seal() {
-  if (options_.max_window_bytes > 0 && !options_.persistent) {
-    int largest = kRoot;
-    for (int unit = 1; unit < units(); ++unit) {
-      if (largest == kRoot || window_bytes(unit) > window_bytes(largest)) largest = unit;
-    }
-    const int64_t needed = window_bytes(kRoot) + (largest == kRoot ? 0 : window_bytes(largest));
-    TORCH_CHECK_VALUE(needed <= options_.max_window_bytes, "max_window_bytes: expected at least ",
-                      needed, " bytes (the root's window ", window_bytes(kRoot), ", unit '",
-                      unit_name(largest), "' ", window_bytes(largest), "), got ",
-                      options_.max_window_bytes, "; choose smaller units or a larger budget");
-  }
   scheduler_ =
       std::make_unique<Scheduler>(*this, units(), options_.prefetch, options_.persistent);
   reductions_ = std::make_unique<ReduceOrder>(units());
@@ -269,7 +258,7 @@ void Runtime::hook_inputs(int unit, const std::vector<at::Tensor>& inputs) {
 
 void Runtime::open(const std::vector<int>& units) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  const bool forward = depth_ > 0;
+  const bool forward = computing();
   if (!forward) settle();
   for (int index : units) {
     Unit& unit = *units_.at(index);
@@ -310,7 +299,7 @@ void Runtime::close(const std::vector<int>& units, bool write) {
 void Runtime::close_unit(int index, bool write) {
   Unit& unit = *units_[index];
   unit.versions.clear();
-  if (depth_ > 0) {
+  if (unit.originals.empty()) {
     TORCH_CHECK(!write, "zerocore.gathered: expected write=True outside of a forward, got it for ",
                 "unit '", unit.name, "' in one");
     if (unit.active == 0) scheduler_->keep(index);
@@ -334,6 +323,11 @@ std::vector<at::Tensor> Runtime::full_tensors(int unit, int flat) {
   std::vector<at::Tensor> tensors;
   for (int64_t i = 0; i < source.size(); ++i) tensors.push_back(source.full_view(full, i).clone());
   return tensors;
+}
+
+bool Runtime::computing() const {
+  return depth_ > 0 || std::any_of(units_.begin(), units_.end(),
+                                   [](const auto& unit) { return unit->active > 0; });
 }
 
 void Runtime::settle() {

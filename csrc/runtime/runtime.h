@@ -22,7 +22,7 @@ struct RuntimeOptions {
   bool persistent = false;             // full parameters resident (stages 0 to 2)
   bool reshard_after_forward = true;   // else the windows of a forward stay for its backward
   int prefetch = 1;                    // units gathered ahead
-  int64_t max_window_bytes = 0;        // 0: no limit
+  int64_t max_window_bytes = 0;        // 0: no limit; at least the root and the largest unit
   std::optional<c10::ScalarType> compute_dtype;
   std::optional<c10::ScalarType> reduce_dtype;
 };
@@ -54,7 +54,7 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
 
   // Takes over the parameters (collective: rank 0's values are broadcast). Returns the index.
   int add_unit(std::string name, std::vector<FlatParams> flats);
-  // Ends the construction. Throws if the budget cannot hold the root and the largest unit.
+  // Ends the construction.
   void seal();
 
   void begin_forward(bool gradients);
@@ -128,6 +128,7 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
     std::vector<int64_t> versions;        // [flat]
   };
 
+  bool computing() const;
   void close_unit(int unit, bool write);
   void show(int unit, View view);
   void show_all(View view);

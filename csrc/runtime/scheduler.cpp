@@ -18,7 +18,6 @@ void Scheduler::begin_pass(bool gradients) {
   std::lock_guard<std::mutex> lock(mutex_);
   gradients_ = gradients;
   passing_ = true;
-  current_ = -1;
   order().begin();
 }
 
@@ -32,7 +31,6 @@ void Scheduler::demand(int unit) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (kept_ >= 0 && kept_ != unit && unit != kRoot) close(kept_);
   order().visit(unit);
-  current_ = unit;
   if (states_[unit] == State::released) start_or_throw(unit);
   if (states_[unit] == State::gathering) {
     windows_.finish(unit);
@@ -122,8 +120,11 @@ void Scheduler::close(int unit) {
 
 void Scheduler::prefetch() {
   if (persistent_ || !passing_ || prefetch_ == 0) return;
-  std::vector<int> ahead = order().upcoming(prefetch_ + 1);
-  ahead.erase(std::remove(ahead.begin(), ahead.end(), kRoot), ahead.end());
+  // The root and the units that are open already need no gather.
+  std::vector<int> ahead = order().upcoming(prefetch_ + 1 + open());
+  ahead.erase(std::remove_if(ahead.begin(), ahead.end(),
+                             [&](int unit) { return unit == kRoot || states_[unit] == State::live; }),
+              ahead.end());
   if (static_cast<int>(ahead.size()) > prefetch_) ahead.resize(prefetch_);
   if (ahead.empty()) return;
   for (size_t unit = 1; unit < states_.size(); ++unit) {

@@ -80,7 +80,6 @@ class Scheduler {
   GatherOrder orders_[2];
   bool gradients_ = true;
   bool passing_ = false;
-  int current_ = -1;
   int kept_ = -1;
 };
 
