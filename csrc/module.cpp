@@ -143,6 +143,7 @@ void bind_runtime(py::module_& m) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "The compiled core of zerocore.";
+  m.attr("ALIGNMENT") = zerocore::kAlignment;
   m.def(
       "padded_elements",
       [](std::vector<int64_t> numels, int64_t shards, int64_t replicas) {

@@ -9,8 +9,13 @@ from typing import Any
 
 import torch
 
-from zerocore import norm, ops, registry
+from zerocore import _C, norm, ops, registry
 from zerocore.runtime import Sharded
+
+
+def _padded(stop: int) -> int:
+    """Where the next parameter of a flat buffer begins."""
+    return -(-stop // _C.ALIGNMENT) * _C.ALIGNMENT
 
 
 @dataclass
@@ -59,6 +64,7 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: decay rate.
         decoupled: True for AdamW; False adds the decay to the gradient (Adam).
         max_grad_norm: clips the gradients' global L2 norm before the update; `inf` measures only.
+            With either, a step whose norm is not finite changes nothing, on any rank.
 
     Attributes:
         grad_norm: 0-dim fp32 tensor with the last global norm; None without `max_grad_norm`.
@@ -129,7 +135,11 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         if self._buffers is None:
             self._buffers = self._plan()
-        scale = self._clip()
+        scale = None
+        if self.max_grad_norm is not None:
+            scale = self._clip()
+            if not torch.isfinite(self.grad_norm):
+                return loss
         groups = {id(p): group for group in self.param_groups for p in group["params"]}
         for buffer in self._buffers:
             self._step_buffer(buffer, groups, scale)
@@ -181,9 +191,7 @@ class AdamW(torch.optim.Optimizer):
             buffer.exp_avg_sq = torch.zeros_like(values)
 
     def _clip(self) -> torch.Tensor | None:
-        """The factor on all gradients, or None."""
-        if self.max_grad_norm is None:
-            return None
+        """Measures the global norm; returns the factor on all gradients, None for 1."""
         self.grad_norm = norm.grad_norm(
             (buffer.sharded, param) for buffer in self._buffers for param, _, _ in buffer.members
         )
@@ -216,7 +224,8 @@ class AdamW(torch.optim.Optimizer):
             )
             # Neighbours with the same numbers make one range; the padding between them is zero and
             # stays so.
-            if hyper and hyper[-1] == row:
+            adjacent = ranges and start == _padded(ranges[-1][1])
+            if adjacent and hyper[-1] == row:
                 ranges[-1] = (ranges[-1][0], stop)
             else:
                 ranges.append((start, stop))

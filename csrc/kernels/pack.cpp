@@ -18,9 +18,9 @@ constexpr int64_t kBuffer =
 constexpr int64_t kLongRun =
     128;  // from this many neighbours on, a run is written straight from the source
 
-// [Note: tiles] Reading a transposed matrix row by row takes one element of each cache line, and when the columns are many
-// the lines are gone before the next row wants theirs. Then the elements of a few neighbouring lines are read together:
-// that many rows, kTileColumns columns at a time.
+// [Note: tiles] Reading a transposed matrix row by row takes one element of each cache line, and
+// when the columns are many the lines are gone before the next row wants theirs. Then the elements
+// of a few neighbouring lines are read together: that many rows, kTileColumns columns at a time.
 constexpr int64_t kManyColumns = 256;  // their lines no longer fit into a first-level cache
 constexpr int64_t kTileColumns = 64;
 constexpr int64_t kTileRowBytes = 256;
@@ -122,8 +122,7 @@ class Runs {
   // tiles]).
   int64_t transposed_rows(int64_t n) const {
     const size_t last = dims_.size() - 1;
-    if (last == 0 || dims_[last - 1].stride != 1 || index_[last] != 0 ||
-        columns() < kManyColumns) {
+    if (last == 0 || dims_[last - 1].stride != 1 || index_[last] != 0 || columns() < kManyColumns) {
       return 0;
     }
     return std::min(n / columns(), dims_[last - 1].size - index_[last - 1]);

@@ -41,9 +41,10 @@ void Runtime::begin_backward() {
   torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
     if (auto self = weak.lock()) self->end_backward();
   });
-  // What was read through open() may be needed by any node.
+  // What was read through open() may be needed by any node; so may any resident parameter.
   for (int unit = 0; unit < units(); ++unit) {
     if (units_[unit]->borrowed) pre_backward(unit);
+    if (options_.persistent && scheduler_->live(unit)) show(unit, View::window);
   }
 }
 

@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "ops/ops.h"
@@ -132,6 +133,9 @@ void Gradients::finish(const std::vector<bool>& used) {
 
 void Gradients::keep_local() {
   at::NoGradGuard no_grad;
+  const bool counts = std::any_of(slots_.begin(), slots_.end(),
+                                  [](const Slot& slot) { return slot.main_counts; });
+  if (!counts) main_ = at::Tensor();  // the full gradient takes its place in memory
   for (int64_t i = 0; i < flat_.size(); ++i) {
     at::Tensor grad = flat_.param(i).grad();
     if (!grad.defined()) {

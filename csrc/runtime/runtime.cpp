@@ -166,9 +166,12 @@ void Runtime::begin_forward(bool gradients) {
   // With resident windows all gathers start at once, called for or not: a rank that leaves a unit
   // out still sends its part.
   if (options_.persistent) scheduler_->start_all();
+  // Nobody reads a unit before its module is called: whether its window is there yet would depend
+  // on what happened before. Replicated parameters are always there.
+  const bool replicated = options_.persistent && transport_->shards() == 1;
   for (int unit = 0; unit < units(); ++unit) {
-    if (options_.persistent && transport_->shards() == 1) scheduler_->demand(unit);
-    show(unit, scheduler_->live(unit) ? View::window : View::guard);
+    if (replicated) scheduler_->demand(unit);
+    show(unit, replicated ? View::window : View::guard);
     hold_accumulators(unit);
   }
   pre_forward(kRoot, {});
@@ -210,7 +213,12 @@ void Runtime::post_forward(int unit, const std::vector<at::Tensor>& outputs, boo
   if (state.active > 0 || state.in_backward) return;
   // A recomputation inside a backward is followed by its own backward.
   const bool alone = depth_ == 0 && !inside_backward();
-  if (alone) show(unit, View::shard);
+  if (alone) {
+    show(unit, View::shard);
+  } else if (!options_.persistent) {
+    // Even if the window stays: a read by somebody else would not be gathered for its backward.
+    show(unit, View::guard);
+  }
   if (gradients && !options_.reshard_after_forward) return;
   if (alone && !gradients) {
     scheduler_->release(unit);
@@ -302,7 +310,9 @@ void Runtime::close_unit(int index, bool write) {
   if (unit.originals.empty()) {
     TORCH_CHECK(!write, "zerocore.gathered: expected write=True outside of a forward, got it for ",
                 "unit '", unit.name, "' in one");
-    if (unit.active == 0) scheduler_->keep(index);
+    if (unit.active > 0) return;
+    if (!options_.persistent) show(index, View::guard);
+    scheduler_->keep(index);
     return;
   }
   for (size_t f = 0; f < unit.flats.size(); ++f) {
