@@ -107,8 +107,8 @@ void bind_runtime(py::module_& m) {
              return std::make_pair(layout.total(), layout.shard_numel());
            })
       .def("shard", [](Runtime& self, int unit, int flat) { return self.flat(unit, flat).shard(); })
-      .def("slice", [](Runtime& self, int unit, int flat, int64_t param,
-                       const at::Tensor& full) {
+      .def("slice",
+           [](Runtime& self, int unit, int flat, int64_t param, const at::Tensor& full) {
              const Flat& source = self.flat(unit, flat);
              return source.slice(source.in_memory_order(full, param), param);
            })

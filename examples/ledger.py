@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 FP32 = 4  # bytes
 BF16 = 2
+ROOT = ""  # the unit of what is in no block
 
 
 class Run(NamedTuple):
-    """The choices that the formulas depend on."""
+    """The choices that the formulas depend on; one unit is gathered ahead."""
 
     stage: int
     ranks: int
@@ -29,8 +30,11 @@ class Row(NamedTuple):
     measured: int
 
 
-def resident(run: Run, padded: Mapping[str, int]) -> dict[str, int]:
+def held(run: Run, padded: Mapping[str, int]) -> dict[str, int]:
     """Bytes that one rank holds when it is about to step, from each unit's padded size.
+
+    Windows are the most that was leased at once during the step: full parameters of the root, of
+    the unit that computes and of the one that is gathered ahead of it.
 
     stage   parameters   gradients   optimizer state
     0       T            T           T
@@ -41,14 +45,15 @@ def resident(run: Run, padded: Mapping[str, int]) -> dict[str, int]:
     """
     full = sum(padded.values())
     shard = full if run.stage == 0 else full // run.ranks
-    # With bf16 the fp32 master copy is a shard of its own, and at stage 3 it is the parameters.
-    window = 0 if run.stage == 3 else (BF16 if run.bf16 else FP32) * full
-    master = FP32 * shard if run.bf16 else 0
+    size = BF16 if run.bf16 else FP32
+    units = sorted(count for name, count in padded.items() if name != ROOT)
     return {
-        "parameters": FP32 * shard if run.stage == 3 and not run.bf16 else window,
+        # With bf16 and stage 3 the only parameters that stay are the master copy.
+        "parameters": size * full if run.stage < 3 else 0 if run.bf16 else FP32 * shard,
         "gradients": FP32 * shard,
-        "master": master,
+        "master": FP32 * shard if run.bf16 else 0,
         "moments": 2 * FP32 * shard,
+        "windows": size * (padded[ROOT] + sum(units[-2:])) if run.stage == 3 else 0,
     }
 
 

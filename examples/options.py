@@ -1,6 +1,7 @@
 """The command line of train_gpt.py: names, defaults, and errors that say what would be right."""
 
 import argparse
+import math
 import os
 from argparse import Namespace
 from pathlib import Path
@@ -70,15 +71,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_numbers(options: Namespace) -> None:
-    positive = ("layers", "dim", "heads", "seq", "batch", "grad_accum", "steps", "lr", "clip")
-    for name in (*positive, "log_every", "eval_every", "eval_bytes"):
+    least = dict.fromkeys(("layers", "dim", "heads", "seq", "batch", "grad_accum"), 1)
+    least |= {"log_every": 1, "eval_bytes": 1, "warmup": 0, "sample": 0}
+    # The bytes that a step sends are measured on one that does not begin with a validation.
+    least |= {"steps": 2, "eval_every": 2}
+    for name, minimum in least.items():
         value = getattr(options, name)
-        if not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')}: expected more than 0, got {value}")
-    for name in ("warmup", "sample"):
+        if value < minimum:
+            raise ValueError(
+                f"--{name.replace('_', '-')}: expected at least {minimum}, got {value}"
+            )
+    for name in ("lr", "clip"):
         value = getattr(options, name)
-        if value < 0:
-            raise ValueError(f"--{name}: expected 0 or more, got {value}")
+        if not 0 < value < math.inf:
+            raise ValueError(f"--{name}: expected a number above 0, got {value}")
     # Rotary position embedding turns pairs of a head's features.
     if options.dim % (2 * options.heads):
         raise ValueError(

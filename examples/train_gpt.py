@@ -67,10 +67,11 @@ def run(options: Namespace, data: text.Text) -> None:
         show_sample(model, options)
     agrees = show_ledger(model, held, sent, options)
     if options.check is not None and (bits >= options.check or not agrees):
-        raise SystemExit(
+        say(
             f"--check: expected less than {options.check} bits per byte and measurements equal to "
             f"predictions, got {bits:.3f} and {'equal' if agrees else 'different'} measurements"
         )
+        raise SystemExit(1)
 
 
 def parameter_groups(model: GPT) -> list[dict]:
@@ -103,7 +104,7 @@ def train(
             stats.reset()  # what a validation gathers is no part of a training step
         before = bytes_sent(model)
         loss = accumulate_gradients(model, batches, options)
-        held = dict(zerocore.stats(model, optimizer).resident)
+        held = dict(zerocore.stats(model, optimizer).resident, windows=stats.windows.peak)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
@@ -206,17 +207,17 @@ def show_ledger(model: GPT, held: dict, sent: dict, options: Namespace) -> bool:
     units = {name: unit.padded for name, unit in zerocore.stats(model).units.items()}
     # The root's window stays from forward to backward, and so does that of the last block, which
     # backward needs first.
-    kept = frozenset({"", f"blocks.{options.layers - 1}"})
+    kept = frozenset({ledger.ROOT, f"blocks.{options.layers - 1}"})
     run = ledger.Run(
         options.stage, dist.get_world_size(), options.grad_accum, options.precision == "bf16", kept
     )
     small = sent.pop("control", 0)  # agreements between ranks, no data of the model
-    resident = ledger.rows(ledger.resident(run, units), held)
+    memory = ledger.rows(ledger.held(run, units), held)
     communication = ledger.rows(ledger.sent(run, units), sent)
-    say("\n" + ledger.table("bytes held by a rank", resident))
+    say("\n" + ledger.table("bytes held by a rank", memory))
     say("\n" + ledger.table("bytes sent by a rank in a step", communication))
     say(f"  and {small:,} bytes for agreements between ranks\n")
-    return all(row.predicted == row.measured for row in resident + communication)
+    return all(row.predicted == row.measured for row in memory + communication)
 
 
 if __name__ == "__main__":

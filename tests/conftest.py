@@ -17,3 +17,24 @@ def ranks():
     pools = Ranks()
     yield pools
     pools.close()
+
+
+@pytest.fixture(params=["portable", "avx2", "avx512"])
+def isa(request):
+    """Run the test on every instruction set of the kernels that this machine has."""
+    from zerocore import _C
+
+    if request.param not in _C.isas():
+        pytest.skip(f"this machine has {', '.join(_C.isas())} only")
+    before = _C.isa()
+    _C.set_isa(request.param)
+    yield request.param
+    _C.set_isa(before)
+
+
+@pytest.fixture
+def threads():
+    """`threads(n)` sets torch's thread count for the rest of the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

@@ -128,7 +128,8 @@ class Odd(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Uses every parameter."""
         x = torch.tanh(x @ self.transposed) * self.scale + self.shift + self.empty.sum()
-        x = self.inner(x) @ self.strided
+        # Element by element: the rounding of a product may depend on the gaps, which no rank keeps.
+        x = (self.inner(x).unsqueeze(-1) * self.strided).sum(-2)
         x = x + self.frozen + (self.permuted * self.pair).sum((1, 2))
         return torch.cat([x[..., :2] * self.pair, x[..., 2:]], -1)
 

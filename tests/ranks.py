@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 CASE_SECONDS = 90.0  # a case that takes longer is a hang
-GRACE_SECONDS = 15.0  # what the other ranks get once one has failed
+GRACE_SECONDS = 20.0  # what the other ranks get once one has failed
 GROUP_SECONDS = 30.0  # a collective that takes longer raises in its rank, with a traceback
 
 
@@ -39,6 +39,7 @@ class Outcome(NamedTuple):
 
     kind: str  # "returned", "raised", "died" or "hung"
     value: Any  # the result; the traceback; the exit code; the stacks of all threads
+    seconds: float = 0.0  # from the start of the case
 
 
 class RankError(AssertionError):
@@ -99,7 +100,7 @@ class Pool:
         outcomes = self.outcomes(case, *args, seconds=seconds, **kwargs)
         if any(outcome.kind != "returned" for outcome in outcomes):
             lines = []
-            for rank, (kind, value) in enumerate(outcomes):
+            for rank, (kind, value, _) in enumerate(outcomes):
                 text = "" if kind == "returned" else f"\n{value}"
                 lines.append(f"---- rank {rank} of {self.size} {kind}{text}")
             raise RankError(f"{case.__module__}.{case.__name__} failed\n" + "\n".join(lines))
@@ -116,7 +117,8 @@ class Pool:
                 pipe.send_bytes(message)
             except OSError:
                 outcomes[rank] = self._died(rank)
-        deadline = time.monotonic() + seconds
+        started = time.monotonic()
+        deadline = started + seconds
         while waiting := [p for r, p in enumerate(self.pipes) if r not in outcomes]:
             left = deadline - time.monotonic()
             ready = multiprocessing.connection.wait(waiting, max(0.0, left))
@@ -125,10 +127,10 @@ class Pool:
             for pipe in ready:
                 rank = self.pipes.index(pipe)
                 try:
-                    kind, value = pickle.loads(pipe.recv_bytes())
+                    kind, value, _ = pickle.loads(pipe.recv_bytes())
                     if kind == "returned":
                         value = torch.load(io.BytesIO(value), weights_only=False)
-                    outcomes[rank] = Outcome(kind, value)
+                    outcomes[rank] = Outcome(kind, value, time.monotonic() - started)
                 except (EOFError, OSError):
                     outcomes[rank] = self._died(rank)
                 if outcomes[rank].kind != "returned":
@@ -147,12 +149,16 @@ class Pool:
         self.processes[rank].join(5)
         return Outcome("died", self.processes[rank].exitcode)
 
-    def close(self, seconds: float = 10.0) -> list[int | None]:
-        """Lets the ranks end by themselves, then kills; exit codes, None for a killed one."""
+    def dismiss(self) -> None:
+        """Tells the ranks to end."""
         for pipe in self.pipes:
             with contextlib.suppress(OSError):
                 pipe.send_bytes(b"")
             pipe.close()
+
+    def close(self, seconds: float = 10.0) -> list[int | None]:
+        """Lets the ranks end by themselves, then kills; exit codes, None for a killed one."""
+        self.dismiss()
         deadline = time.monotonic() + seconds
         codes = []
         for process in self.processes:
@@ -184,5 +190,7 @@ class Ranks:
 
     def close(self) -> None:
         """Ends all ranks."""
+        for pool in self.pools.values():
+            pool.dismiss()
         for pool in self.pools.values():
             pool.close()

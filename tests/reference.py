@@ -76,7 +76,7 @@ def named_gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def assembled(pieces: list[dict[str, Piece]]) -> dict[str, Tensor | None]:
-    """Full gradients from all ranks' pieces, which must leave no holes and agree where they meet."""
+    """Full gradients from all ranks' pieces, which leave no holes and agree where they meet."""
     full: dict[str, Any] = {}
     for name in pieces[0]:
         parts = [rank[name] for rank in pieces]

@@ -38,6 +38,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, *, use_gain: bool = True) -> Any:
         """Hidden features, packed as `mode` says."""
+        if self.mode == "in place":
+            x.mul_(1.5)  # changes the unit's input
         hidden = torch.tanh(self.linear(x))
         if use_gain:
             hidden = hidden * self.gain
@@ -66,12 +68,13 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(Layer(mode) for _ in range(3))
         self.outlet = nn.Linear(5, 2)
         self.reentrant: bool | None = None  # None: no activation checkpointing
-        self.use_gain = True
+        self.use_gain = self.use_bias = True
         self.fail = ""  # "forward" or "backward": where layer 1 raises
+        self.ignore = False  # whether what layer 1 returns is left unused
 
     def forward(self, x: Tensor) -> Any:
         """The layers in `order`, which may name one twice."""
-        x = self.inlet(x)
+        x = self.inlet(x) if self.use_bias else x @ self.inlet.weight.t()
         for i in self.order:
             layer = self.layers[i]
             if self.reentrant is not None:
@@ -80,6 +83,8 @@ class Net(nn.Module):
             out = layer(x, use_gain=self.use_gain or i != 1)
             if self.fail == "forward" and i == 1:
                 raise KeyError("in forward")
+            if self.ignore and i == 1:
+                continue
             x = self.unpack(out)
             if self.fail == "backward" and i == 1:
                 x.register_hook(_raise)
@@ -90,6 +95,9 @@ class Net(nn.Module):
         """Uses all of what a layer returns."""
         if self.mode == "dict":
             return out["hidden"]
+        if self.mode == "in place":
+            out += 1
+            return out.mul_(0.5)
         if self.mode == "tuple":
             return out[0] + out[2][0]
         if self.mode == "namedtuple":
@@ -174,6 +182,28 @@ def gradient_of_input(model: nn.Module, rank: int, step: int, scale: float) -> N
     (loss_of(model, x.detach() + x.grad / scale) * scale).backward()
 
 
+def gradient_only(model: nn.Module, rank: int, step: int, scale: float) -> None:
+    """A gradient of the input by itself, and one of a few parameters, before the full backward."""
+    x = data(rank, step).requires_grad_()
+    loss = loss_of(model, x) * scale
+    (gradient,) = torch.autograd.grad(loss, x, retain_graph=True)
+    assert gradient.abs().sum() > 0
+    loss.backward(inputs=[model.outlet.weight], retain_graph=True)
+    loss.backward()
+
+
+def changing_order(model: nn.Module, rank: int, step: int, scale: float) -> None:
+    """Other layers, in another order, in every step, alike on all ranks."""
+    model.order = ((0, 1, 2), (2, 0), (1, 2, 0, 1))[step]
+    simple(model, rank, step, scale)
+
+
+def ignored_output(model: nn.Module, rank: int, step: int, scale: float) -> None:
+    """Layer 1 computes, but nothing depends on it."""
+    model.ignore = True
+    simple(model, rank, step, scale)
+
+
 def checkpointed(reentrant: bool) -> Callable[[], nn.Module]:
     """Builder of a net whose layers are recomputed in backward."""
 
@@ -197,9 +227,15 @@ def unused_on_all(model: nn.Module, rank: int, step: int, scale: float) -> None:
     simple(model, rank, step, scale)
 
 
+def unused_in_the_middle(model: nn.Module, rank: int, step: int, scale: float) -> None:
+    """Nobody uses the inlet's bias, whose neighbours in the root unit are used."""
+    model.use_bias = False
+    simple(model, rank, step, scale)
+
+
 def failing(model: nn.Module, rank: int, step: int, scale: float) -> None:
     """An exception in forward, one in backward, then a good pass."""
-    before = {name: p.grad for name, p in model.named_parameters()}
+    before = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
     for micro, place in enumerate(("forward", "backward")):
         model.fail = place
         try:
@@ -320,6 +356,10 @@ SCENARIOS = {
     "retain graph": Scenario(Net, retain_graph),
     "eval between": Scenario(Net, eval_between),
     "gradient of input": Scenario(Net, gradient_of_input),
+    "gradient only": Scenario(Net, gradient_only),
+    "changing order": Scenario(Net, changing_order),
+    "ignored output": Scenario(Net, ignored_output),
+    "in place": Scenario(lambda: Net("in place"), simple),
     "checkpoint": Scenario(checkpointed(False), simple),
     "checkpoint reentrant": Scenario(checkpointed(True), simple),
     "checkpoint, two forwards": Scenario(checkpointed(False), two_forwards),
@@ -332,6 +372,7 @@ SCENARIOS = {
     "unfreezing": Scenario(Lora, unfreezing),
     "unused on one rank": Scenario(Net, unused_on_rank_0),
     "unused on all ranks": Scenario(Net, unused_on_all),
+    "unused in the middle": Scenario(Net, unused_in_the_middle),
     "unit unused on all ranks": Scenario(lambda: Net(order=(0, 2)), simple),
     "exceptions": Scenario(Net, failing),
     "nested units": Scenario(Net, simple, ["layers.0", "layers.0.linear", "layers.1.linear"]),
@@ -351,6 +392,6 @@ def build(name: str) -> nn.Module:
     return SCENARIOS[name].build().double()
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(model: nn.Module, kind: type = torch.optim.AdamW) -> torch.optim.Optimizer:
     """With decay, so that a parameter that should rest is seen to move; eps keeps noise small."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-3)
+    return kind(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-3)

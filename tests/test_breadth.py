@@ -15,6 +15,13 @@ from torch import nn
 import zerocore
 
 STEPS = 3
+# Where parameters rest, come and go: what an optimizer sees of it.
+OURS = [name for name in SCENARIOS if "unused" in name] + [
+    "lora",
+    "unfreezing",
+    "tied",
+    "eval between",
+]
 
 
 def run_plain(name, size):
@@ -30,12 +37,12 @@ def run_plain(name, size):
     return clones(model.state_dict()), gradients
 
 
-def run_sharded(name):
+def run_sharded(name, kind=torch.optim.AdamW, stages=(0, 1, 2, 3), **options):
     """The same on a rank, at every stage."""
     results = []
-    for stage in range(4):
-        model = zerocore.shard(scenarios.build(name), stage, units=SCENARIOS[name].units)
-        opt = scenarios.optimizer_of(model)
+    for stage in stages:
+        model = zerocore.shard(scenarios.build(name), stage, units=SCENARIOS[name].units, **options)
+        opt = scenarios.optimizer_of(model, kind)
         for step in range(STEPS):
             opt.zero_grad()
             SCENARIOS[name].run(model, dist.get_rank(), step, 1.0)
@@ -46,7 +53,7 @@ def run_sharded(name):
     return results
 
 
-def assert_near(found, expected):
+def assert_near(found, expected, rtol=1e-9, atol=1e-11):
     assert list(found) == list(expected)
     for name, tensor in expected.items():
         if tensor is None:
@@ -54,21 +61,59 @@ def assert_near(found, expected):
         else:
             assert found[name] is not None, f"{name} must have a gradient"
             torch.testing.assert_close(
-                found[name], tensor, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: f"{n}: {text}"
+                found[name], tensor, rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}"
             )
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenario(ranks, name, size):
+    check(name, size, ranks(size, run_sharded, name))
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_scenario_with_our_optimizer(ranks, name):
+    check(name, 2, ranks(2, run_sharded, name, zerocore.AdamW))
+
+
+OPTIONS = [
+    {"reshard_after_forward": False},
+    {"prefetch": 0},
+    {"prefetch": 3},
+    {"max_window_bytes": 8 * 4 * 64},  # the root and two layers of three
+]
+
+
+def run_options(name):
+    """A scenario at stage 3 with every one of OPTIONS."""
+    return [run_sharded(name, stages=(3,), **options)[0] for options in OPTIONS]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_scenario_with_options(ranks, name):
+    check(name, 2, ranks(2, run_options, name))
+
+
+def run_narrow(name):
+    """Windows narrower than the parameters: float32 beside float64."""
+    policy = zerocore.MixedPrecision(torch.float32)
+    return run_sharded(name, mixed_precision=policy)
+
+
+@pytest.mark.parametrize("name", [n for n in SCENARIOS if n != "exceptions"])
+def test_scenario_with_narrow_windows(ranks, name):
+    check(name, 2, ranks(2, run_narrow, name), rtol=2e-2, atol=1e-5)
+
+
+def check(name, size, by_rank, **tolerances):
+    """Compares the reports of all ranks with plain PyTorch, and the stages with each other."""
     state, gradients = run_plain(name, size)
-    by_rank = ranks(size, run_sharded, name)
     first = None
     for reports in zip(*by_rank, strict=True):  # by stage
         full = assembled([pieces for _, pieces in reports])
-        assert_near(full, gradients)
+        assert_near(full, gradients, **tolerances)
         for found, _ in reports:
-            assert_near(found, state)
+            assert_near(found, state, **tolerances)
             first = first or (found, full)
             assert_same(found, first[0])
             assert_same(full, first[1])

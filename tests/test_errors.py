@@ -1,6 +1,5 @@
 """Bad input ends with a clear error on every rank; nothing hangs and nothing has changed."""
 
-import copy
 import datetime
 import warnings
 
@@ -15,7 +14,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zerocore
-
 
 ANY = (ValueError, RuntimeError, TypeError)
 
@@ -68,7 +66,6 @@ BAD_CALLS = {
         lambda m: zerocore.shard(m, 3, mesh=init_device_mesh("cpu", (1, 1, dist.get_world_size()))),
         "mesh",
     ),
-    "mesh that lacks a rank": (lambda m: zerocore.shard(m, 3, mesh=DeviceMesh("cpu", [0])), "mesh"),
     "precision that is none": (
         lambda m: zerocore.shard(m, 3, mixed_precision=torch.bfloat16),
         "mixed_precision",
@@ -92,6 +89,37 @@ def test_bad_calls(ranks, name):
     for found in ranks(2, bad_call, name):
         assert found is not None, "expected an error"
         assert BAD_CALLS[name][1] in found[1], found
+
+
+def outside_the_mesh():
+    """A mesh of rank 0 alone: that rank's model works, another one gets an error."""
+    model, mesh = linear(), DeviceMesh("cpu", [0])
+    found = error_of(lambda: zerocore.shard(model, 3, mesh=mesh))
+    model(torch.ones(2, 4)).sum().backward()
+    return found
+
+
+def test_a_mesh_without_this_rank(ranks):
+    inside, outside = ranks(2, outside_the_mesh)
+    assert inside is None
+    assert outside is not None and "mesh" in outside[1] and "rank 1" in outside[1], outside
+
+
+def uneven_groups():
+    """The user has groups of some ranks, so that ranks are in different numbers of groups."""
+    for members in ([0], [0, 1], [0]):
+        dist.new_group(members)
+    results = []
+    for mesh in (None, DeviceMesh("cpu", list(range(dist.get_world_size())))):
+        model = linear()
+        zerocore.shard(model, 3, mesh=mesh)
+        model(torch.ones(2, 4)).sum().backward()
+        results.append(zerocore.stats(model).collectives["all_gather"].calls)
+    return results
+
+
+def test_groups_of_some_ranks_do_not_matter(ranks):
+    assert all(all(calls) for calls in ranks(3, uneven_groups, seconds=20))
 
 
 def one_bad_rank(kind):
@@ -192,8 +220,18 @@ def test_optimizers_that_need_whole_matrices(ranks, stage, name):
         assert name in found[1], found
 
 
-class Unknown(torch.optim.SGD):
-    """An optimizer that zerocore cannot know."""
+class Unknown(torch.optim.Optimizer):
+    """An optimizer that zerocore cannot know: plain descent."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self):
+        """One update."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= 0.1 * p.grad
 
 
 def unknown_optimizer():
@@ -243,7 +281,6 @@ def test_parameters_read_outside_of_forward(ranks):
     for child, root in ranks(2, forward_outside):
         assert child is not None
         assert root is not None
-
 
 
 def wrong_objects():

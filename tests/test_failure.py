@@ -16,15 +16,16 @@ from ranks import Pool
 
 import zerocore
 
-GROUP_SECONDS = 6.0
-SLACK_SECONDS = 10.0  # of a loaded machine
-PLACES = ["forward", "backward", "step"]
+GROUP_SECONDS = 4.0
+SLACK_SECONDS = 8.0  # of a loaded machine, for the steps before
+WHERE = [(0, "backward"), (1, "step"), (3, "forward"), (3, "backward")]
 
 
 def die(how):
-    if how == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(600)  # silent: alive, but never heard of again
+    """Ends this rank at once, or after a silence in which it is alive but not heard of."""
+    if how == "silent":
+        time.sleep(2 * GROUP_SECONDS + SLACK_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def lose_rank(stage, place, how, mesh=None):
@@ -50,15 +51,13 @@ def lose_rank(stage, place, how, mesh=None):
     return "trained on without the lost rank"
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage, place", WHERE)
 def test_survivors_end_with_an_error(stage, place):
     survivors_end(3, stage, place, "killed")
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_silent_rank_is_noticed_within_the_timeout(stage):
-    survivors_end(2, stage, "backward", "silent")
+def test_a_silent_rank_is_noticed_within_the_timeout():
+    survivors_end(2, 3, "backward", "silent")
 
 
 def test_survivors_of_a_hybrid_mesh_end():
@@ -68,26 +67,24 @@ def test_survivors_of_a_hybrid_mesh_end():
 def survivors_end(size, stage, place, how, mesh=None):
     pool = Pool(size, group_seconds=GROUP_SECONDS)
     try:
-        started = time.monotonic()
-        limit = GROUP_SECONDS + SLACK_SECONDS
-        outcomes = pool.outcomes(lose_rank, stage, place, how, mesh, seconds=2 * limit)
-        took = time.monotonic() - started
-        for outcome in outcomes[:-1]:
+        pool.run(running, 1)  # all have started, and imported what the case needs
+        *survivors, lost = pool.outcomes(lose_rank, stage, place, how, mesh)
+        for outcome in survivors:
             assert outcome.kind == "raised", outcome
-            assert "Error" in outcome.value.splitlines()[-1] or "Error" in outcome.value
+            assert outcome.seconds < GROUP_SECONDS + SLACK_SECONDS, outcome
         if how == "killed":
-            assert outcomes[-1].kind == "died" and outcomes[-1].value == -signal.SIGKILL
-            assert took < limit + 5, f"{took:.1f} s"  # with the start of the ranks
-        survivors = [process for process in pool.processes[:-1]]
+            assert (lost.kind, lost.value) == ("died", -signal.SIGKILL)
+        else:
+            assert lost.kind in ("died", "hung"), "the lost rank was still silent"
     finally:
-        codes = pool.close(10.0)
+        codes = pool.close()
     assert codes[:-1] == [0] * (size - 1), "a survivor could not end by itself"
-    assert all(not process.is_alive() for process in survivors)
+    assert not any(running(process.pid) for process in pool.processes)
 
 
 SCRIPT = """
     import os, sys
-    sys.path.insert(0, {tests!r})
+    sys.path[:0] = {paths!r}
     import torch, torch.distributed as dist, datetime
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds={timeout}))
@@ -107,8 +104,8 @@ def running(pid):
 
 def test_torchrun_leaves_no_process_behind(tmp_path):
     script = tmp_path / "train.py"
-    tests = str(pathlib.Path(__file__).parent)
-    script.write_text(textwrap.dedent(SCRIPT.format(tests=tests, timeout=GROUP_SECONDS)))
+    paths = [str(path) for path in pathlib.Path(__file__).parents[:2]]
+    script.write_text(textwrap.dedent(SCRIPT.format(paths=paths, timeout=GROUP_SECONDS)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*command, str(script), str(tmp_path)], timeout=60, capture_output=True, text=True

@@ -227,7 +227,7 @@ def groups(stage):
     views = []
     for _ in range(2):
         named = list(model.named_parameters())
-        views.append(([n for n, p in named if p.dim() >= 2], [(n, p.dim()) for n, p in named]))
+        views.append([(n, p.dim() >= 2) for n, p in named])
         if len(views) == 1:
             zerocore.shard(model, stage, units=["inner"])
     shapes = {n: (tuple(p.shape), zerocore.info(p)) for n, p in model.named_parameters()}
@@ -254,7 +254,7 @@ def test_dim_grouping_and_shapes(ranks, stage, size):
             elif original.dim() == 0:
                 assert shape == (() if count else (0,))
             else:
-                assert shape == (count, *[1] * (original.dim() - 1))
+                assert shape == (count, *[1] * (original.dim() - 1))  # with its ndim
         copies = size if stage == 0 else 1
         assert sorted(covered) == sorted([*range(original.numel())] * copies), name
 
@@ -328,3 +328,89 @@ def test_clip_grad_norm_is_global(ranks, stage, norm_type):
             for name in before:
                 expected = before[name].double() * factor
                 torch.testing.assert_close(after[name].double(), expected, rtol=1e-5, atol=1e-12)
+
+
+def changed_by_hand(stage, optimizer, how):
+    """A step after the user changed the gradients."""
+    model = sharded.shard(JOB, stage)
+    opt = sharded.optimizer_of(optimizer, model.parameters())
+    for number in range(2):
+        opt.zero_grad()
+        backward(model, number)
+        for p in model.parameters():
+            if how == "in place":
+                p.grad.mul_(0.5)
+            elif how == "replaced":
+                p.grad = p.grad * 0.5
+            else:
+                p.grad = None if p.dim() < 2 else p.grad * 0.5
+        opt.step()
+    return reference.clones(zerocore.full_state_dict(model))
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced", "some set to None"])
+@pytest.mark.parametrize("optimizer", ["adamw", "zerocore"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_gradients_that_the_user_changes(ranks, stage, optimizer, how):
+    model = models.build(JOB).double()
+    opt = reference.OPTIMIZERS["adamw"](model.parameters())
+    start = reference.clones(model.state_dict())
+    for number in range(2):
+        opt.zero_grad()
+        for rank in range(2):
+            (models.loss_of(model, models.batch(JOB, rank, number, torch.float64)) / 4).backward()
+        for p in model.parameters():
+            if how == "some set to None" and p.dim() < 2:
+                p.grad = None
+        opt.step()
+    for state in ranks(2, changed_by_hand, stage, optimizer, how):
+        for name, tensor in model.state_dict().items():
+            torch.testing.assert_close(state[name].double(), tensor, rtol=1e-4, atol=1e-5)
+            if how == "some set to None" and tensor.dim() < 2:
+                assert torch.equal(state[name].double(), start[name]), name
+
+
+def held_by_the_user(stage):
+    """Gradients that somebody still holds when the next backward comes, and those that it gives."""
+    model = sharded.shard(JOB, stage)
+    backward(model, 0)
+    held = [p.grad for p in model.parameters()]
+    before = [g.clone() for g in held]
+    model.zero_grad()
+    backward(model, 1)
+    unchanged = [torch.equal(a, b) for a, b in zip(held, before, strict=True)]
+    return unchanged, sharded.pieces(model)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_cleared_gradients_belong_to_whom_holds_them(ranks, stage):
+    reports = ranks(2, held_by_the_user, stage)
+    for unchanged, _ in reports:
+        assert all(unchanged)
+    full = assembled([pieces for _, pieces in reports])
+    expected = [local(1, 2, rank) for rank in (0, 1)]
+    for name, gradient in full.items():
+        mean = (expected[0][name] + expected[1][name]) / 2
+        torch.testing.assert_close(gradient, mean, rtol=1e-5, atol=1e-7)
+
+
+def accumulated(stage):
+    """Gradients after two reduced backwards without clearing, pieces after each."""
+    model = sharded.shard(JOB, stage)
+    backward(model, 0)
+    backward(model, 1)
+    both = sharded.pieces(model)
+    model.zero_grad(set_to_none=False)
+    backward(model, 1)
+    return both, sharded.pieces(model)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_backwards_add_up_until_cleared(ranks, stage):
+    reports = ranks(2, accumulated, stage)
+    both, one = (assembled(list(pieces)) for pieces in zip(*reports, strict=True))
+    means = [{n: (local(k, 2, 0)[n] + local(k, 2, 1)[n]) / 2 for n in both} for k in (0, 1)]
+    for name in both:
+        expected = means[0][name] + means[1][name]
+        torch.testing.assert_close(both[name], expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(one[name], means[1][name], rtol=1e-4, atol=1e-6)

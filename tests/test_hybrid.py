@@ -3,10 +3,12 @@
 import models
 import pytest
 import sharded
+import test_breadth
 import torch
 import torch.distributed as dist
 from reference import assert_as_exact, assert_same
 from test_parity import plain, trained
+from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 
@@ -86,3 +88,15 @@ def test_replicas_hold_the_same_shards(ranks):
             assert reports[one][name][:2] == reports[other][name][:2]
             assert torch.equal(reports[one][name][2], reports[other][name][2]), name
     assert any(reports[0][name][:2] != reports[1][name][:2] for name in reports[0])
+
+
+@pytest.mark.parametrize("name", ["two forwards", "unused on one rank", "unfreezing", "checkpoint"])
+def test_scenarios(ranks, name):
+    by_rank = ranks(4, run_scenario, name)
+    test_breadth.check(name, 4, by_rank)
+
+
+def run_scenario(name):
+    """A scenario at the sharding stages of a 2x2 mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return test_breadth.run_sharded(name, stages=(1, 2, 3), mesh=mesh)

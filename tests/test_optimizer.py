@@ -339,3 +339,32 @@ def test_grad_norm_is_the_global_norm_before_clipping(ranks):
     for _, norm in reports:
         assert torch.equal(norm, reports[0][1])
         torch.testing.assert_close(norm.double(), exact, rtol=1e-5, atol=0)
+
+
+def two_optimizers(stage, kind, dtype=torch.float32):
+    """Every other parameter belongs to a second optimizer, whose rate and decay differ."""
+    sharding = dist.is_initialized() and stage is not None
+    model = sharded.shard(JOB, stage) if sharding else models.build(JOB).to(dtype)
+    parameters = list(model.parameters())
+    opts = [
+        make(kind, parameters[::2], lr=1e-2, weight_decay=0.3),
+        make(kind, parameters[1::2], lr=3e-3, weight_decay=0.0),
+    ]
+    for step in range(3):
+        for rank in [dist.get_rank()] if sharding else [0, 1]:
+            loss = models.loss_of(model, models.batch(JOB, rank, step, dtype))
+            (loss if sharding else loss / 2).backward()
+        for opt in opts if step != 1 else opts[:1]:
+            opt.step()
+        for opt in opts:
+            opt.zero_grad()
+    return reference.clones(zerocore.full_state_dict(model) if sharding else model.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["torch", "zerocore"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_two_optimizers_share_a_model(ranks, stage, kind):
+    exact = two_optimizers(None, "torch", torch.float64)
+    ours = two_optimizers(None, "torch")
+    for state in ranks(2, two_optimizers, stage, kind):
+        assert_as_exact(state, ours, exact)

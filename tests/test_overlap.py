@@ -20,7 +20,7 @@ def log(stage=3, steps=3, **options):
         zerocore.stats(model).reset()
         sharded.step(model, opt, "transformer", number)
     records = zerocore.stats(model).log
-    assert [r.seq for r in records] == sorted(r.seq for r in records)
+    assert [r.sequence for r in records] == sorted(r.sequence for r in records)
     assert all(b.time >= a.time for a, b in zip(records, records[1:], strict=False))
     return [(r.event, r.kind, r.unit, r.phase) for r in records]
 
@@ -42,9 +42,9 @@ def spans(records, phase):
     return {unit: tuple(i for _, i in events) for unit, events in found.items()}
 
 
-def launch(records, kind, unit, phase):
-    """Where the unit's collective is launched in this phase."""
-    return place(records, "launch", kind, unit, phase)
+def gathers(records, unit):
+    """Where the unit is gathered: for its forward and, if it is again, for its backward."""
+    return [i for i, r in enumerate(records) if r[:3] == ("launch", "all_gather", unit)]
 
 
 @pytest.mark.parametrize("prefetch", [1, 2])
@@ -54,16 +54,18 @@ def test_gathers_are_launched_ahead(ranks, size, prefetch):
         forward = spans(records, "forward")
         assert list(forward) == UNITS
         begin = place(records, "begin", "compute", "", "forward")
-        assert launch(records, "all_gather", "blocks.0", "forward") < begin
+        assert gathers(records, "blocks.0")[0] < begin
         for before, unit in zip(UNITS, UNITS[1:], strict=False):
-            launched = launch(records, "all_gather", unit, "forward")
+            launched = gathers(records, unit)[0]
             assert launched < forward[before][1], f"{unit} is gathered after {before} ended"
-            if prefetch == 1:  # not all at once, either
-                assert launched > launch(records, "all_gather", before, "forward")
+        for demanded, unit in zip(UNITS, UNITS[prefetch:], strict=False):  # not all at once, either
+            assert gathers(records, unit)[0] > place(
+                records, "wait", "all_gather", demanded, "forward"
+            )
         backward = spans(records, "backward")
         assert list(backward) == UNITS[::-1]
         for before, unit in zip(UNITS[:0:-1], UNITS[-2::-1], strict=True):
-            launched = launch(records, "all_gather", unit, "backward")
+            _, launched = gathers(records, unit)
             assert launched < backward[before][1], f"{unit} is gathered after {before} ended"
 
 
@@ -72,7 +74,7 @@ def test_without_prefetch_nothing_is_ahead(ranks, size):
     for records in ranks(size, log, prefetch=0):
         forward = spans(records, "forward")
         for before, unit in zip(UNITS, UNITS[1:], strict=False):
-            assert launch(records, "all_gather", unit, "forward") > forward[before][1]
+            assert gathers(records, unit)[0] > forward[before][1]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -81,12 +83,12 @@ def test_reductions_are_launched_in_backward(ranks, stage):
         backward = spans(records, "backward")
         assert list(backward) == UNITS[::-1]
         for unit, behind in zip(UNITS[:0:-1], UNITS[-2::-1], strict=True):
-            launched = launch(records, "reduce", unit, "backward")
+            launched = place(records, "launch", "reduce", unit, "backward")
             assert launched < backward[behind][1], f"{unit} is reduced after {behind} ended"
             awaited = [i for i, r in enumerate(records) if r[:3] == ("wait", "reduce", unit)]
             assert all(i > backward[behind][1] for i in awaited), "the host waits at once"
-        last = launch(records, "reduce", "", "backward")
-        assert last > launch(records, "reduce", "blocks.0", "backward")
+        last = place(records, "launch", "reduce", "", "backward")
+        assert last > place(records, "launch", "reduce", "blocks.0", "backward")
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -94,9 +96,8 @@ def test_gathers_after_the_step_run_ahead_of_the_next_forward(ranks, stage):
     for records in ranks(2, log, stage):
         forward = spans(records, "forward")
         for unit, before in zip(UNITS[1:], UNITS, strict=False):
-            gathers = [i for i, r in enumerate(records) if r[:3] == ("launch", "all_gather", unit)]
-            assert len(gathers) == 1
-            assert gathers[0] < forward[before][1]
+            (launched,) = gathers(records, unit)
+            assert launched < forward[before][1]
 
 
 def test_every_collective_is_waited_for_and_done(ranks):

@@ -25,7 +25,7 @@ def trained(ranks, size, *args, **kwargs):
     by_rank = ranks(size, train_stages, *args, **kwargs)
     results = []
     for reports in zip(*by_rank, strict=True):
-        (first, _), state = reports[0]
+        first, state = reports[0]
         for other, other_state in reports[1:]:
             assert_same(other.parameters, first.parameters)
             same = {k: v for k, v in state.items() if "running" not in k}  # of the rank's own data

@@ -62,12 +62,13 @@ def shard(
             parameters, a budget smaller than what the model needs at once, or ranks that disagree.
         NotImplementedError: for parameters that are not supported yet (DTensors, other devices).
     """
-    sharded_state = stage in STAGES and STAGES[stage].sharded
-    ranks = process_groups.resolve_ranks(mesh, sharded_state)
+    error = process_groups.check_mesh(mesh)
+    sharded_state = _is_stage(stage) and STAGES[stage].sharded
+    # With an invalid mesh all ranks are told what is wrong.
+    ranks = process_groups.resolve_ranks(None if error else mesh, sharded_state)
     control = process_groups.make_control(ranks)
     plans: list[UnitPlan] = []
     options = None
-    error: Exception | None = None
     try:
         options = _options(
             stage, mixed_precision, reshard_after_forward, prefetch, bucket_bytes, max_window_bytes
@@ -76,7 +77,7 @@ def shard(
         plans = plan_units(model, units, bucket_bytes, taken=_is_taken)
         _check_budget(plans, options, ranks)
     except (ValueError, RuntimeError, TypeError) as caught:
-        error = caught
+        error = error or caught
     process_groups.agree(control, ranks, error, _facts(model, options, plans))
     groups = process_groups.make_groups(ranks, control)
     with torch.no_grad():
@@ -87,6 +88,10 @@ def shard(
     return model
 
 
+def _is_stage(stage: object) -> bool:
+    return type(stage) is int and stage in STAGES
+
+
 def _options(
     stage: int,
     mixed_precision: MixedPrecision | None,
@@ -95,7 +100,7 @@ def _options(
     bucket_bytes: int,
     max_window_bytes: int | None,
 ) -> Options:
-    if isinstance(stage, bool) or stage not in STAGES:
+    if not _is_stage(stage):
         raise ValueError(f"stage: expected 0, 1, 2 or 3, got {stage!r}")
     if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision):
         raise ValueError(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -41,27 +44,37 @@ class Groups:
         return dist.get_rank() == self.ranks.all[0]
 
 
-def resolve_ranks(mesh: DeviceMesh | None, sharded: bool) -> Ranks:
-    """The ranks of `mesh` (None: all ranks), which stage 0 (`sharded` False) only replicates.
+def check_mesh(mesh: DeviceMesh | None) -> Exception | None:
+    """What is wrong with `mesh` in itself, if anything.
 
     Raises:
         RuntimeError: if the default process group is not initialised.
-        ValueError: if the mesh has another number of dimensions, or does not contain this rank.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "zerocore.shard: expected an initialised process group, got none; call "
             "torch.distributed.init_process_group('gloo') first (under torchrun)"
         )
+    if mesh is None:
+        return None
+    if not isinstance(mesh, DeviceMesh):
+        return ValueError(f"mesh: expected a DeviceMesh or None, got {type(mesh).__name__}")
+    if mesh.ndim not in (1, 2):
+        return ValueError(f"mesh: expected 1 dimension, or 2 (replicate, shard), got {mesh.ndim}")
+    if mesh.ndim == 2 and tuple(mesh.mesh_dim_names or ()) == ("shard", "replicate"):
+        return ValueError("mesh: expected the dimensions ('replicate', 'shard'), got them reversed")
+    return None
+
+
+def resolve_ranks(mesh: DeviceMesh | None, sharded: bool) -> Ranks:
+    """The ranks of `mesh` (None: all ranks), which stage 0 (`sharded` False) only replicates.
+
+    Raises:
+        ValueError: if the mesh does not contain this rank.
+    """
     rank = dist.get_rank()
     if mesh is None:
         grid = torch.arange(dist.get_world_size()).unsqueeze(0)
-    elif not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"mesh: expected a DeviceMesh or None, got {type(mesh).__name__}")
-    elif mesh.ndim not in (1, 2):
-        raise ValueError(f"mesh: expected 1 dimension, or 2 (replicate, shard), got {mesh.ndim}")
-    elif mesh.ndim == 2 and tuple(mesh.mesh_dim_names or ()) == ("shard", "replicate"):
-        raise ValueError("mesh: expected the dimensions ('replicate', 'shard'), got them reversed")
     else:
         grid = mesh.mesh.reshape(-1, mesh.mesh.shape[-1])
     place = (grid == rank).nonzero()
@@ -77,23 +90,39 @@ def resolve_ranks(mesh: DeviceMesh | None, sharded: bool) -> Ranks:
     return Ranks(everyone, tuple(grid[row].tolist()), tuple(grid[:, column].tolist()))
 
 
-def _timeout() -> timedelta | None:
+def _timeout() -> timedelta:
     """The default group's timeout: new groups do not inherit it by themselves."""
     options = getattr(dist.group.WORLD._get_backend(torch.device("cpu")), "options", None)
-    return getattr(options, "_timeout", None)
+    return getattr(options, "_timeout", c10d.default_pg_timeout)
+
+
+# Groups made so far of each tuple of ranks: the same number on all of its members.
+_made: Counter[tuple[int, ...]] = Counter()
 
 
 def _new_group(ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | None:
+    """A gloo group that only its members make: a model may live on some of the ranks.
+
+    Not by dist.new_group(use_local_synchronization=True): the name that it gives the group depends
+    on how many groups this process is a member of, and ranks that differ in that wait for each
+    other for ever.
+    """
     if len(ranks) == 1:
         return None
-    # Only the members take part: a model may live on some of the ranks.
-    return dist.new_group(
+    ranks = tuple(sorted(ranks))
+    _made[ranks] += 1
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
         list(ranks),
+        c10d.Backend.GLOO,
+        c10d._get_default_store(),
+        group_name=f"zerocore {hashlib.sha256(repr(ranks).encode()).hexdigest()} {_made[ranks]}",
         timeout=_timeout(),
-        backend="gloo",
-        use_local_synchronization=True,
         group_desc=f"zerocore {purpose}",
     )
+    c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+    return group
 
 
 def make_control(ranks: Ranks) -> dist.ProcessGroup | None:

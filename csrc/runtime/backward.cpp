@@ -43,7 +43,7 @@ void Runtime::begin_backward() {
   });
   // What was read through open() may be needed by any node; so may any resident parameter.
   for (int unit = 0; unit < units(); ++unit) {
-    if (units_[unit]->borrowed) pre_backward(unit);
+    if (units_[unit]->borrowed) enter_backward_of(unit);
     if (options_.persistent && scheduler_->live(unit)) show(unit, View::window);
   }
 }
@@ -53,9 +53,20 @@ void Runtime::before_accumulation() {
   if (!in_backward_) begin_backward();
 }
 
-void Runtime::pre_backward(int unit) {
+void Runtime::pre_backward(int unit, GradientEdge edge) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (!in_backward_) begin_backward();
+  // The output of one unit is the input of the next: that one's backward is over, and its window
+  // makes room for this one, though its own hook on the same tensor has yet to come.
+  for (int other = 1; other < units(); ++other) {
+    if (other != unit && units_[other]->in_backward && units_[other]->input == edge) {
+      finish_backward_of(other);
+    }
+  }
+  enter_backward_of(unit);
+}
+
+void Runtime::enter_backward_of(int unit) {
   Unit& state = *units_[unit];
   if (state.in_backward) return;
   state.in_backward = true;
@@ -199,7 +210,8 @@ void Runtime::reduce_rest(const Agreement& agreement) {
   std::vector<bool> wanted;
   for (const auto& unit : agreement.used) {
     bool any = false;
-    for (const auto& flat : unit) any = any || std::find(flat.begin(), flat.end(), true) != flat.end();
+    for (const auto& flat : unit)
+      any = any || std::find(flat.begin(), flat.end(), true) != flat.end();
     wanted.push_back(any);
   }
   for (int unit : reductions_->flush(wanted)) reduce_unit(unit);

@@ -29,8 +29,8 @@ c10::Storage empty_storage(int64_t bytes, c10::Device device) {
 // parameter would make autograd believe that all have changed.
 at::Tensor make_view(const at::Tensor& buffer, int64_t offset, at::IntArrayRef sizes,
                      at::IntArrayRef strides) {
-  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(buffer.storage()),
-                                                   buffer.key_set(), buffer.dtype());
+  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(buffer.storage()), buffer.key_set(),
+                                                   buffer.dtype());
   impl->set_sizes_and_strides(sizes, strides, buffer.storage_offset() + offset);
   return at::Tensor(std::move(impl));
 }

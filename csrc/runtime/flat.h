@@ -37,13 +37,13 @@ struct FlatOptions {
 // storage; which tensor a parameter shows is switched by copying metadata into it, which keeps the
 // object, its hooks, its version counter and its gradient accumulator.
 //
-// With a persistent window in the parameters' own dtype the shard IS this rank's slot of the window;
-// else it is memory of its own, cast into the slot before each gather.
+// With a persistent window in the parameters' own dtype the shard IS this rank's slot of the
+// window; else it is memory of its own, cast into the slot before each gather.
 class Flat {
  public:
-  // params: real parameters of one dtype and device; rank 0's values are broadcast, and their memory
-  // is let go. names: as in error messages. channel: unique among the transport's users, and the
-  // next number is used too.
+  // params: real parameters of one dtype and device; rank 0's values are broadcast, and their
+  // memory is let go. names: as in error messages. channel: unique among the transport's users, and
+  // the next number is used too.
   Flat(std::string unit, std::vector<std::string> names, std::vector<at::Tensor> params,
        const FlatOptions& options, Transport& transport, std::shared_ptr<DevicePool> windows,
        int channel);
@@ -81,7 +81,8 @@ class Flat {
 
   // The full parameters in their own dtype, 1-D and padded; a collective unless resident.
   at::Tensor gather_original();
-  // View::original over such a buffer, and its end. write: rank 0's content becomes the parameters'.
+  // View::original over such a buffer, and its end. write: rank 0's content becomes the
+  // parameters'.
   void open_original(const at::Tensor& full);
   void close_original(const at::Tensor& full, bool write);
   // Parameter i as a view of such a buffer (of any dtype).
@@ -120,11 +121,11 @@ class Flat {
   const bool shard_is_slot_;
   const std::string released_message_;
 
-  at::Tensor shard_;                     // 1-D
-  at::Tensor window_;                    // 1-D, shards() slots
-  std::vector<at::Tensor> shard_views_;  // N-D, of shard_
+  at::Tensor shard_;                      // 1-D
+  at::Tensor window_;                     // 1-D, shards() slots
+  std::vector<at::Tensor> shard_views_;   // N-D, of shard_
   std::vector<at::Tensor> window_views_;  // N-D, of window_
-  std::vector<at::Tensor> guards_;       // N-D, of nothing
+  std::vector<at::Tensor> guards_;        // N-D, of nothing
   View view_ = View::window;
   Lease lease_;
   std::unique_ptr<Pending> gather_;

@@ -105,8 +105,7 @@ void Gradients::reduce() {
                                    : std::nullopt);
     grad = at::Tensor();
   }
-  const at::Tensor packed =
-      DevicePool::empty(buffers_, flat_.layout().total(), transport_dtype_);
+  const at::Tensor packed = DevicePool::empty(buffers_, flat_.layout().total(), transport_dtype_);
   ops::pack_(packed, grads, flat_.layout().offsets(), scale_);
   grads.clear();
   bool accumulate = reduced_;
@@ -133,8 +132,8 @@ void Gradients::finish(const std::vector<bool>& used) {
 
 void Gradients::keep_local() {
   at::NoGradGuard no_grad;
-  const bool counts = std::any_of(slots_.begin(), slots_.end(),
-                                  [](const Slot& slot) { return slot.main_counts; });
+  const bool counts =
+      std::any_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.main_counts; });
   if (!counts) main_ = at::Tensor();  // the full gradient takes its place in memory
   for (int64_t i = 0; i < flat_.size(); ++i) {
     at::Tensor grad = flat_.param(i).grad();

@@ -47,9 +47,13 @@ void hook_accumulator(torch::autograd::Node& accumulator, const std::weak_ptr<Ru
   accumulator.add_post_hook(std::make_unique<AfterAccumulation>(runtime, unit, flat, param));
 }
 
+GradientEdge gradient_edge(const at::Tensor& tensor) {
+  return {tensor.grad_fn().get(), tensor.output_nr()};
+}
+
 void hook_output(const at::Tensor& output, const std::weak_ptr<Runtime>& runtime, int unit) {
-  output.register_hook([runtime, unit](const at::Tensor&) {
-    if (auto self = runtime.lock()) self->pre_backward(unit);
+  output.register_hook([runtime, unit, edge = gradient_edge(output)](const at::Tensor&) {
+    if (auto self = runtime.lock()) self->pre_backward(unit, edge);
   });
 }
 

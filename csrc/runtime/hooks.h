@@ -4,7 +4,9 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
 
+#include <cstdint>
 #include <memory>
+#include <utility>
 
 namespace zerocore {
 
@@ -13,7 +15,12 @@ class Runtime;
 // Calls the runtime before and after the node adds to a parameter's gradient.
 void hook_accumulator(torch::autograd::Node& accumulator, const std::weak_ptr<Runtime>& runtime,
                       int unit, int flat, int64_t param);
-// Calls Runtime::pre_backward(unit) when the tensor's gradient is there.
+// The gradient of a tensor that is not a leaf: the node that takes it, and which of its inputs it
+// is.
+using GradientEdge = std::pair<const torch::autograd::Node*, uint32_t>;
+GradientEdge gradient_edge(const at::Tensor& tensor);
+
+// Calls Runtime::pre_backward(unit, its edge) when the tensor's gradient is there.
 void hook_output(const at::Tensor& output, const std::weak_ptr<Runtime>& runtime, int unit);
 // Calls Runtime::post_backward(unit) when the tensor's gradient is there.
 void hook_input(const at::Tensor& input, const std::weak_ptr<Runtime>& runtime, int unit);

@@ -7,9 +7,9 @@
 
 namespace zerocore {
 
-// The order in which a pass over the model needs its windows: forward, then backward. A pass records
-// it; the next one looks ahead in it. A unit that comes unexpectedly costs the look-ahead, nothing
-// else.
+// The order in which a pass over the model needs its windows: forward, then backward. A pass
+// records it; the next one looks ahead in it. A unit that comes unexpectedly costs the look-ahead,
+// nothing else.
 class GatherOrder {
  public:
   // A pass starts at the front. One that never finished (an exception, a second forward before the

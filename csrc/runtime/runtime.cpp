@@ -29,8 +29,9 @@ Runtime::Runtime(RuntimeOptions options)
       buffers_(std::make_shared<DevicePool>(options_.device, /*budget=*/0)),
       transport_(make_pairwise_transport(options_.groups, buffers_, log_)),
       control_(std::make_unique<Control>(options_.groups.control, log_)) {
-  TORCH_CHECK_NOT_IMPLEMENTED(options_.device.is_cpu(), "zerocore: expected parameters on the CPU, got ",
-                              options_.device, "; other devices are not supported yet");
+  TORCH_CHECK_NOT_IMPLEMENTED(options_.device.is_cpu(),
+                              "zerocore: expected parameters on the CPU, got ", options_.device,
+                              "; other devices are not supported yet");
 }
 
 Runtime::~Runtime() = default;
@@ -49,8 +50,7 @@ int Runtime::add_unit(std::string name, std::vector<FlatParams> flats) {
     const c10::ScalarType transport_dtype = options_.reduce_dtype && c10::isFloatingType(dtype)
                                                 ? *options_.reduce_dtype
                                                 : flat->compute_dtype();
-    unit->gradients.push_back(
-        std::make_unique<Gradients>(*flat, transport_dtype, scale, buffers_));
+    unit->gradients.push_back(std::make_unique<Gradients>(*flat, transport_dtype, scale, buffers_));
     unit->accumulators.emplace_back(flat->size());
     unit->arrived.emplace_back(flat->size(), false);
     unit->used.emplace_back(flat->size(), false);
@@ -61,8 +61,7 @@ int Runtime::add_unit(std::string name, std::vector<FlatParams> flats) {
 }
 
 void Runtime::seal() {
-  scheduler_ =
-      std::make_unique<Scheduler>(*this, units(), options_.prefetch, options_.persistent);
+  scheduler_ = std::make_unique<Scheduler>(*this, units(), options_.prefetch, options_.persistent);
   reductions_ = std::make_unique<ReduceOrder>(units());
 }
 
@@ -159,8 +158,8 @@ void Runtime::begin_forward(bool gradients) {
   depth_ = 1;
   for (int unit = 0; unit < units(); ++unit) {
     const auto& flats = units_[unit]->flats;
-    const bool stale = std::any_of(flats.begin(), flats.end(),
-                                   [](const auto& flat) { return flat->stale(); });
+    const bool stale =
+        std::any_of(flats.begin(), flats.end(), [](const auto& flat) { return flat->stale(); });
     if (options_.persistent && stale) scheduler_->invalidate(unit);
   }
   // With resident windows all gathers start at once, called for or not: a rank that leaves a unit
@@ -259,7 +258,9 @@ void Runtime::hook_inputs(int unit, const std::vector<at::Tensor>& inputs) {
       latest = &input;
     }
   }
-  if (latest != nullptr) hook_input(*latest, weak_from_this(), unit);
+  if (latest == nullptr) return;
+  hook_input(*latest, weak_from_this(), unit);
+  units_[unit]->input = gradient_edge(*latest);
 }
 
 // ---- outside of a pass -----------------------------------------------------------------------
@@ -328,8 +329,8 @@ std::vector<at::Tensor> Runtime::full_tensors(int unit, int flat) {
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
   Flat& source = this->flat(unit, flat);
-  const at::Tensor full = units_[unit]->originals.empty() ? source.gather_original()
-                                                          : units_[unit]->originals[flat];
+  const at::Tensor full =
+      units_[unit]->originals.empty() ? source.gather_original() : units_[unit]->originals[flat];
   std::vector<at::Tensor> tensors;
   for (int64_t i = 0; i < source.size(); ++i) tensors.push_back(source.full_view(full, i).clone());
   return tensors;

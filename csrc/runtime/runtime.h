@@ -11,6 +11,7 @@
 
 #include "runtime/flat.h"
 #include "runtime/gradients.h"
+#include "runtime/hooks.h"
 #include "runtime/scheduler.h"
 #include "runtime/transport.h"
 
@@ -19,10 +20,10 @@ namespace zerocore {
 struct RuntimeOptions {
   GroupNames groups;
   c10::Device device = c10::kCPU;
-  bool persistent = false;             // full parameters resident (stages 0 to 2)
-  bool reshard_after_forward = true;   // else the windows of a forward stay for its backward
-  int prefetch = 1;                    // units gathered ahead
-  int64_t max_window_bytes = 0;        // 0: no limit; at least the root and the largest unit
+  bool persistent = false;            // full parameters resident (stages 0 to 2)
+  bool reshard_after_forward = true;  // else the windows of a forward stay for its backward
+  int prefetch = 1;                   // units gathered ahead
+  int64_t max_window_bytes = 0;       // 0: no limit; at least the root and the largest unit
   std::optional<c10::ScalarType> compute_dtype;
   std::optional<c10::ScalarType> reduce_dtype;
 };
@@ -65,9 +66,9 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   void pre_forward(int unit, const std::vector<at::Tensor>& inputs);
   void post_forward(int unit, const std::vector<at::Tensor>& outputs, bool failed);
 
-  // Shows full parameters, until close(): in their own dtype; inside a forward the windows, which are
-  // gathered again for the backward. write: rank 0's content becomes the parameters'. Throws if the
-  // parameters were written to otherwise.
+  // Shows full parameters, until close(): in their own dtype; inside a forward the windows, which
+  // are gathered again for the backward. write: rank 0's content becomes the parameters'. Throws if
+  // the parameters were written to otherwise.
   void open(const std::vector<int>& units);
   void close(const std::vector<int>& units, bool write);
   bool is_open(int unit) const { return units_.at(unit)->opened > 0; }
@@ -100,7 +101,7 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   [[noreturn]] void no_room(int unit) override;
 
   // For the hooks.
-  void pre_backward(int unit);
+  void pre_backward(int unit, GradientEdge edge);
   void post_backward(int unit);
   void before_accumulation();
   void gradient_ready(int unit, int flat, int64_t param);
@@ -116,11 +117,12 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
     int expected = 0;                        // parameters that need a gradient
     int ready = 0;                           // of them, those that have it
     bool all_trainable = false;
-    bool in_backward = false;  // the window is needed by a backward under way
-    bool issued = false;       // the reduction of this backward was launched
-    bool late = false;         // a gradient came after it
+    bool in_backward = false;             // the window is needed by a backward under way
+    bool issued = false;                  // the reduction of this backward was launched
+    bool late = false;                    // a gradient came after it
     std::vector<std::vector<bool>> used;  // gradients that went into it. [flat][param]
     int active = 0;                       // forwards of its modules under way
+    GradientEdge input{};                 // with its gradient a backward of the unit is over
     bool borrowed = false;                // read by others in this pass, through open()
     int opened = 0;                       // open() without close()
     bool write = false;                   // some close() wanted to
@@ -138,6 +140,7 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   void hook_inputs(int unit, const std::vector<at::Tensor>& inputs);
 
   void begin_backward();
+  void enter_backward_of(int unit);
   void end_backward();
   void reduce_unit(int unit);
   void finish_backward_of(int unit);

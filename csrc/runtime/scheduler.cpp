@@ -122,13 +122,15 @@ void Scheduler::prefetch() {
   if (persistent_ || !passing_ || prefetch_ == 0) return;
   // The root and the units that are open already need no gather.
   std::vector<int> ahead = order().upcoming(prefetch_ + 1 + open());
-  ahead.erase(std::remove_if(ahead.begin(), ahead.end(),
-                             [&](int unit) { return unit == kRoot || states_[unit] == State::live; }),
-              ahead.end());
+  ahead.erase(
+      std::remove_if(ahead.begin(), ahead.end(),
+                     [&](int unit) { return unit == kRoot || states_[unit] == State::live; }),
+      ahead.end());
   if (static_cast<int>(ahead.size()) > prefetch_) ahead.resize(prefetch_);
   if (ahead.empty()) return;
   for (size_t unit = 1; unit < states_.size(); ++unit) {
-    const bool expected = std::find(ahead.begin(), ahead.end(), static_cast<int>(unit)) != ahead.end();
+    const bool expected =
+        std::find(ahead.begin(), ahead.end(), static_cast<int>(unit)) != ahead.end();
     if (states_[unit] == State::gathering && !expected) close(static_cast<int>(unit));
   }
   for (int unit : ahead) {

@@ -29,9 +29,9 @@ class Windows {
 //   gathering    memory leased, gather in flight       finish
 //   live         the full parameters can be read       release, invalidate
 //
-// At most prefetch + 1 windows beside unit 0's (the root, open for a whole pass) are open when one is
-// opened ahead. With persistent windows (parameters resident in full) releasing does nothing, and a
-// window is gathered again only after invalidate().
+// At most prefetch + 1 windows beside unit 0's (the root, open for a whole pass) are open when one
+// is opened ahead. With persistent windows (parameters resident in full) releasing does nothing,
+// and a window is gathered again only after invalidate().
 //
 // Thread-safe; the calls of Windows happen under the lock.
 class Scheduler {

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty_like.h>
 #include <c10/core/InferenceMode.h>
 
+#include <functional>
 #include <future>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -32,9 +33,12 @@ struct Exchange {
 
 class ExchangePending : public Pending {
  public:
-  ExchangePending(Exchange exchange, at::Tensor buffer)
-      : exchange_(std::move(exchange)), buffer_(std::move(buffer)) {}
-  void wait() override { wait_all(exchange_.received); }
+  ExchangePending(std::future<Exchange> posted, at::Tensor buffer)
+      : posted_(std::move(posted)), buffer_(std::move(buffer)) {}
+  void wait() override {
+    if (posted_.valid()) exchange_ = posted_.get();
+    wait_all(exchange_.received);
+  }
   void drain() override {
     wait();
     wait_all(exchange_.sent);
@@ -42,8 +46,16 @@ class ExchangePending : public Pending {
   }
 
  private:
+  std::future<Exchange> posted_;
   Exchange exchange_;
   at::Tensor buffer_;  // alive until the messages are through
+};
+
+// The result is there already.
+class Done : public Pending {
+ public:
+  void wait() override {}
+  void drain() override {}
 };
 
 class FuturePending : public Pending {
@@ -89,39 +101,58 @@ Exchange exchange(const GroupPtr& group, int tag, const To& to, const From& from
   return messages;
 }
 
-// Every rank sends each other one its slot of `buffer`, and receives the others' version of its own:
-// in the order of ranks, own one included.
+// [Note: posting] Messages are posted by a thread of their own. Posting writes the first part of a
+// message into the socket, which is work that the thread of autograd need not wait for. And c10d
+// remembers thousands of recent messages in small blocks of memory: on the thread that computes,
+// the C library would place these between the large blocks of activations, and the process would
+// grow for as long as it runs (by several times the model, as measured with glibc).
+std::future<Exchange> post(Worker& poster, std::function<Exchange()> start) {
+  auto task = std::make_shared<std::packaged_task<Exchange()>>(std::move(start));
+  std::future<Exchange> posted = task->get_future();
+  poster.post([task] {
+    c10::InferenceMode normal(false);
+    (*task)();
+  });
+  return posted;
+}
+
+// Every rank sends each other one its slot of `buffer`, and receives the others' version of its
+// own: in the order of ranks, own one included.
 struct Scatter {
-  Exchange messages;
+  std::future<Exchange> messages;
   std::vector<at::Tensor> versions;
   at::Tensor own;
 };
 
-Scatter scatter(const GroupPtr& group, int tag, const at::Tensor& buffer,
+Scatter scatter(Worker& poster, const GroupPtr& group, int tag, const at::Tensor& buffer,
                 const std::shared_ptr<DevicePool>& buffers) {
   const int size = group->getSize();
   const int rank = group->getRank();
   const int64_t numel = buffer.numel() / size;
   Scatter result;
-  const at::Tensor received =
-      DevicePool::empty(buffers, numel * (size - 1), buffer.scalar_type());
+  const at::Tensor received = DevicePool::empty(buffers, numel * (size - 1), buffer.scalar_type());
   for (int peer = 0; peer < size; ++peer) {
     result.versions.push_back(peer == rank ? slot(buffer, size, rank)
                                            : slot(received, size - 1, peer - (peer > rank)));
   }
   result.own = result.versions[rank];
-  result.messages = exchange(
-      group, tag, [&](int peer) { return slot(buffer, size, peer); },
-      [&](int peer) { return result.versions[peer]; });
+  result.messages = post(poster, [group, tag, buffer, size, versions = result.versions] {
+    return exchange(
+        group, tag, [&](int peer) { return slot(buffer, size, peer); },
+        [&](int peer) { return versions[peer]; });
+  });
   return result;
 }
 
-Exchange gather(const GroupPtr& group, int tag, const at::Tensor& buffer) {
-  const int size = group->getSize();
-  const int rank = group->getRank();
-  return exchange(
-      group, tag, [&](int) { return slot(buffer, size, rank); },
-      [&](int peer) { return slot(buffer, size, peer); });
+std::future<Exchange> gather(Worker& poster, const GroupPtr& group, int tag,
+                             const at::Tensor& buffer) {
+  return post(poster, [group, tag, buffer] {
+    const int size = group->getSize();
+    const int rank = group->getRank();
+    return exchange(
+        group, tag, [&](int) { return slot(buffer, size, rank); },
+        [&](int peer) { return slot(buffer, size, peer); });
+  });
 }
 
 class PairwiseTransport : public Transport {
@@ -142,10 +173,10 @@ class PairwiseTransport : public Transport {
   }
 
   std::unique_ptr<Pending> all_gather(const at::Tensor& window, int channel) override {
-    if (shards_ == 1) return std::make_unique<ExchangePending>(Exchange{}, window);
+    if (shards_ == 1) return std::make_unique<Done>();
     count("all_gather", window, window.numel() / shards_ * (shards_ - 1));
     return std::make_unique<ExchangePending>(
-        gather(shard_group_, tag(channel, Purpose::gather), window), window);
+        gather(*poster_, shard_group_, tag(channel, Purpose::gather), window), window);
   }
 
   std::unique_ptr<Pending> reduce(const at::Tensor& packed, const at::Tensor& out, bool accumulate,
@@ -153,7 +184,7 @@ class PairwiseTransport : public Transport {
     Scatter first;
     if (shards_ > 1) {
       count("reduce_scatter", packed, packed.numel() / shards_ * (shards_ - 1));
-      first = scatter(shard_group_, tag(channel, Purpose::scatter), packed, buffers_);
+      first = scatter(*poster_, shard_group_, tag(channel, Purpose::scatter), packed, buffers_);
     } else {
       first.versions = {packed};
       first.own = packed;
@@ -161,13 +192,14 @@ class PairwiseTransport : public Transport {
     // The second half of the messages depends on sums over the first: on a thread of its own, so
     // that neither waits for the other's computation.
     auto task = std::make_shared<std::packaged_task<void()>>(
-        [=, group = replicate_group_, buffers = buffers_, log = log_]() mutable {
+        [=, first = std::move(first), group = replicate_group_, buffers = buffers_, log = log_,
+         poster = poster_]() mutable {
           c10::InferenceMode normal(false);
           at::NoGradGuard no_grad;
-          finish_reduce(group, buffers, *log, std::move(first), out, accumulate, channel);
+          finish_reduce(*poster, group, buffers, *log, std::move(first), out, accumulate, channel);
         });
     auto pending = std::make_unique<FuturePending>(task->get_future());
-    worker_.post([task] { (*task)(); });
+    finisher_.post([task] { (*task)(); });
     return pending;
   }
 
@@ -189,13 +221,14 @@ class PairwiseTransport : public Transport {
     count(*log_, kind, buffer, elements);
   }
 
-  static void finish_reduce(const GroupPtr& replicas, const std::shared_ptr<DevicePool>& buffers,
-                            Log& log, Scatter first, at::Tensor out, bool accumulate,
-                            int channel) {
-    wait_all(first.messages.received);
+  static void finish_reduce(Worker& poster, const GroupPtr& replicas,
+                            const std::shared_ptr<DevicePool>& buffers, Log& log, Scatter first,
+                            at::Tensor out, bool accumulate, int channel) {
+    Exchange messages = first.messages.valid() ? first.messages.get() : Exchange{};
+    wait_all(messages.received);
     if (!replicas) {
       ops::sum_shards_(out, first.versions, accumulate);
-      wait_all(first.messages.sent);
+      wait_all(messages.sent);
       return;
     }
     // The own slot of `packed` is nobody's message: the sum may take its place.
@@ -203,24 +236,27 @@ class PairwiseTransport : public Transport {
     if (first.versions.size() > 1) ops::sum_shards_(sum, first.versions, false);
     const int size = replicas->getSize();
     count(log, "all_reduce", sum, 2 * (sum.numel() / size) * (size - 1));
-    Scatter second = scatter(replicas, tag(channel, Purpose::replica_scatter), sum, buffers);
-    wait_all(second.messages.received);
+    Scatter second =
+        scatter(poster, replicas, tag(channel, Purpose::replica_scatter), sum, buffers);
+    Exchange versions = second.messages.get();
+    wait_all(versions.received);
     at::Tensor part = slot(sum, size, replicas->getRank());
     ops::sum_shards_(part, second.versions, false);
-    // The other slots are still being sent: what arrives for them goes to a buffer of its own.
-    wait_all(second.messages.sent);
-    Exchange parts = gather(replicas, tag(channel, Purpose::replica_gather), sum);
+    // What arrives next takes the place of what was sent.
+    wait_all(versions.sent);
+    Exchange parts = gather(poster, replicas, tag(channel, Purpose::replica_gather), sum).get();
     wait_all(parts.received);
     ops::sum_shards_(out, {sum}, accumulate);
     wait_all(parts.sent);
-    wait_all(first.messages.sent);
+    wait_all(messages.sent);
   }
 
   GroupPtr shard_group_;
   GroupPtr replicate_group_;
   std::shared_ptr<DevicePool> buffers_;
   std::shared_ptr<Log> log_;
-  Worker worker_;
+  const std::shared_ptr<Worker> poster_ = std::make_shared<Worker>();
+  Worker finisher_;
 };
 
 }  // namespace
@@ -233,6 +269,14 @@ std::unique_ptr<Transport> make_pairwise_transport(const GroupNames& groups,
 
 struct Control::Group {
   GroupPtr group;
+  Worker worker;  // see [Note: posting]
+
+  std::unique_ptr<Pending> run(std::function<void()> collective) {
+    auto task = std::make_shared<std::packaged_task<void()>>(std::move(collective));
+    auto pending = std::make_unique<FuturePending>(task->get_future());
+    worker.post([task] { (*task)(); });
+    return pending;
+  }
 };
 
 Control::Control(const std::string& group, std::shared_ptr<Log> log)
@@ -245,14 +289,14 @@ Control::Control(const std::string& group, std::shared_ptr<Log> log)
 Control::~Control() = default;
 
 std::unique_ptr<Pending> Control::max(const at::Tensor& bytes) {
-  if (ranks_ == 1) return std::make_unique<ExchangePending>(Exchange{}, bytes);
+  if (ranks_ == 1) return std::make_unique<Done>();
   log_->count("control", bytes.numel(), bytes.numel());
-  c10d::AllreduceOptions options;
-  options.reduceOp = c10d::ReduceOp::MAX;
-  std::vector<at::Tensor> tensors{bytes};
-  Exchange messages;
-  messages.received.push_back(group_->group->allreduce(tensors, options));
-  return std::make_unique<ExchangePending>(std::move(messages), bytes);
+  return group_->run([group = group_->group, bytes] {
+    c10d::AllreduceOptions options;
+    options.reduceOp = c10d::ReduceOp::MAX;
+    std::vector<at::Tensor> tensors{bytes};
+    group->allreduce(tensors, options)->wait();
+  });
 }
 
 std::vector<at::Tensor> Control::gather(const at::Tensor& values) {
@@ -261,7 +305,7 @@ std::vector<at::Tensor> Control::gather(const at::Tensor& values) {
   std::vector<std::vector<at::Tensor>> results(1);
   for (int rank = 0; rank < ranks_; ++rank) results[0].push_back(at::empty_like(values));
   std::vector<at::Tensor> inputs{values};
-  group_->group->allgather(results, inputs)->wait();
+  group_->run([&] { group_->group->allgather(results, inputs)->wait(); })->wait();
   return results[0];
 }
 

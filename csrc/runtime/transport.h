@@ -61,8 +61,8 @@ struct GroupNames {
   std::string control;
 };
 
-// Exchanges between pairs of ranks, for gloo: its reduce-scatter is an all-reduce underneath and its
-// all-gather is slow, while point-to-point messages move the least volume and are summed here.
+// Exchanges between pairs of ranks, for gloo: its reduce-scatter is an all-reduce underneath and
+// its all-gather is slow, while point-to-point messages move the least volume and are summed here.
 // buffers: memory of what is received. The log counts what is handed to the process group.
 std::unique_ptr<Transport> make_pairwise_transport(const GroupNames& groups,
                                                    std::shared_ptr<DevicePool> buffers,

@@ -1,4 +1,4 @@
-// A thread that runs tasks in order.
+// A thread that runs tasks in order. Anybody may post one.
 #pragma once
 
 #include <condition_variable>
@@ -39,8 +39,8 @@ class Worker {
     {
       std::lock_guard<std::mutex> lock(queue_->mutex);
       queue_->tasks.push_back(std::move(task));
+      if (!thread_.joinable()) thread_ = std::thread([queue = queue_] { queue->run(); });
     }
-    if (!thread_.joinable()) thread_ = std::thread([queue = queue_] { queue->run(); });
     queue_->changed.notify_one();
   }
 

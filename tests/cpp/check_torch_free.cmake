@@ -1,0 +1,17 @@
+# No torch or Python header in csrc/kernels, nor in the files of csrc/runtime that this build compiles.
+# Arguments: CSRC.
+file(GLOB FILES ${CSRC}/kernels/*)
+foreach(name layout log order pool scheduler worker)
+  file(GLOB PAIR ${CSRC}/runtime/${name}.*)
+  list(APPEND FILES ${PAIR})
+endforeach()
+list(LENGTH FILES COUNT)
+if(COUNT LESS 20)
+  message(FATAL_ERROR "expected at least 20 files to check, got ${COUNT}: ${FILES}")
+endif()
+foreach(file ${FILES})
+  file(STRINGS ${file} HITS REGEX "^ *# *include *[<\"](torch|ATen|c10|caffe2|pybind11|Python)[./]")
+  if(HITS)
+    message(FATAL_ERROR "${file}: expected no torch header, got ${HITS}")
+  endif()
+endforeach()

@@ -1,0 +1,217 @@
+"""fused_adamw_ against torch.optim, and against itself elsewhere."""
+
+import functools
+import math
+
+import pytest
+import torch
+from op_cases import (
+    BETAS,
+    EPS,
+    FLOATS,
+    LR,
+    State,
+    assert_same_bits,
+    composite,
+    hyper,
+    name_of,
+    randn,
+    step,
+    tables,
+)
+
+from zerocore import ops
+
+
+def train(numel, steps, weight_decay, decoupled, betas, grad_dtype):
+    """Parameters after some steps: ours, torch.optim in fp32, and torch.optim in float64."""
+    start = randn(numel, seed=5)
+    cls = torch.optim.AdamW if decoupled else torch.optim.Adam
+    peers = []
+    for dtype in (torch.float32, torch.float64):
+        p = start.to(dtype, copy=True).requires_grad_()
+        options = dict(lr=LR, betas=betas, eps=EPS, weight_decay=weight_decay, foreach=False)
+        peers.append((p, cls([p], **options)))
+    ours = [start.clone(), None, torch.zeros(numel), torch.zeros(numel), None]
+    for t in range(1, steps + 1):
+        grad = (randn(numel, seed=100 + t) * 0.1).to(grad_dtype)
+        for p, optimizer in peers:
+            p.grad = grad.to(p.dtype)
+            optimizer.step()
+        ours[1] = grad
+        row = hyper(t, weight_decay=weight_decay, decoupled=decoupled, betas=betas)
+        step(ours, [(0, numel, row)])
+    return ours[0], peers[0][0].detach(), peers[1][0].detach()
+
+
+@pytest.mark.parametrize("grad", FLOATS[:3], ids=name_of)
+@pytest.mark.parametrize(
+    ("weight_decay", "decoupled", "betas"),
+    [(0.1, True, BETAS), (0.0, True, BETAS), (0.1, False, BETAS), (0.0, False, (0.3, 0.9))],
+)
+def test_adamw_is_as_exact_as_torch(isa, grad, weight_decay, decoupled, betas):
+    ours, torchs, exact = train(3001, 20, weight_decay, decoupled, betas, grad)
+    assert (exact - randn(3001, seed=5)).abs().mean() > 1e-2  # it has moved
+    error, allowed = (ours - exact).abs(), (torchs - exact).abs()
+    assert error.max() <= 2 * allowed.max()
+    assert error.square().mean().sqrt() <= 2 * allowed.square().mean().sqrt()
+
+
+def test_adamw_is_torchs_arithmetic_bit_for_bit_but_for_the_square_root(isa):
+    # With v = 0 and no decay of it there is no square root to differ in (torch takes MKL's).
+    s = State(1000).tensors()
+    s[3].zero_()
+    s[1].mul_(0.01)
+    row = hyper(3, betas=(0.9, 1.0), eps=0.5)
+    row[6] = 0.25
+    p, g, m, v, _ = (None if t is None else t.clone() for t in s)
+    step(s, [(0, 1000, row)])
+    p.mul_(1 - LR * 0.1)
+    m.lerp_(g, 1 - 0.9)
+    v.mul_(1.0).addcmul_(g, g, value=0.0)
+    p.addcdiv_(m, (v.sqrt() / math.sqrt(0.25)).add_(0.5), value=-(LR / row[5]))
+    for ours, theirs in zip((s[0], s[2], s[3]), (p, m, v), strict=True):
+        assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("low", FLOATS[1:3], ids=name_of)
+def test_adamw_writes_the_rounded_parameter(isa, low):
+    s = State(777, low=low).tensors()
+    step(s, [(100, 701, hyper(3))])
+    assert_same_bits(s[4][100:701], s[0][100:701].to(low))
+    assert (s[4][:100] == 7).all() and (s[4][701:] == 7).all()
+
+
+@pytest.mark.parametrize("grad", FLOATS[:3], ids=name_of)
+def test_adamw_steps_each_segment_with_its_own_hyperparameters(isa, grad):
+    state = State(5000, grad=grad, low=torch.bfloat16)
+    rows = [
+        hyper(1, weight_decay=0.0),
+        hyper(9, lr=0.3, betas=(0.2, 0.7), decoupled=False),
+        hyper(2, eps=0.1),
+    ]
+    segments = [(3, 50, rows[0]), (50, 50, rows[1]), (64, 2001, rows[1]), (4990, 4999, rows[2])]
+    whole = step(state.clone(), segments)
+    before = state.tensors()
+    inside = torch.zeros(5000, dtype=torch.bool)
+    for start, stop, row in segments:
+        inside[start:stop] = True
+        part = step(state.clone(start, stop), [(0, stop - start, row)])
+        for a, b in zip(whole, part, strict=True):
+            assert_same_bits(a[start:stop], b)
+    for i in (0, 2, 3, 4):
+        assert_same_bits(whole[i][~inside], before[i][~inside])
+        assert (whole[i][inside] != before[i][inside]).float().mean() > 0.9
+
+
+def test_adamw_bits_do_not_depend_on_position(isa):
+    state = State(300, grad=torch.bfloat16, low=torch.float16)
+    whole = step(state.clone())
+    for start in range(0, 40, 3):
+        for numel in (1, 2, 15, 16, 17, 31, 100, 260):
+            part = step(state.clone(start, start + numel))
+            for a, b in zip(whole, part, strict=True):
+                assert_same_bits(a[start : start + numel], b)
+
+
+def test_adamw_bits_do_not_depend_on_threads(threads):
+    state = State(100_003, low=torch.bfloat16)
+    segments = [(1, 40_000, hyper(3)), (40_000, 99_999, hyper(5, weight_decay=0.0))]
+    results = []
+    for count in (1, 2, 3, 7):
+        threads(count)
+        results.append(step(state.clone(), segments))
+    for result in results[1:]:
+        for a, b in zip(results[0], result, strict=True):
+            assert_same_bits(a, b)
+
+
+def test_adamw_scales_the_gradient(isa):
+    state = State(1000, grad=torch.float16)
+    scale = torch.tensor([0.3])
+    scaled = step(state.clone(), grad_scale=scale)
+    plain = state.clone()
+    plain[1] = plain[1].float() * 0.3
+    for i, reference in enumerate(step(plain)):
+        if i in (0, 2, 3):
+            assert_same_bits(scaled[i], reference)
+
+
+@pytest.mark.parametrize("which", ["kernel", "composite"])
+def test_adamw_changes_nothing_when_a_gradient_is_not_finite(isa, which):
+    call = functools.partial(composite, "fused_adamw_") if which == "composite" else None
+    state = State(1000, low=torch.bfloat16)
+    state.grad[5] = math.inf
+    for flag in (1.0, -2.0, math.inf, math.nan):
+        after = step(state.clone(), call=call, found_inf=torch.tensor(flag))
+        for a, b in zip(after, state.tensors(), strict=True):
+            assert_same_bits(a, b)
+    after = step(state.clone(), call=call, found_inf=torch.tensor([0.0]))
+    assert (after[0] != state.param).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("low", [None, torch.bfloat16, torch.float16], ids=name_of)
+@pytest.mark.parametrize("grad", FLOATS[:3], ids=name_of)
+def test_adamw_composite_equals_the_kernel(grad, low):
+    state = State(2000, grad=grad, low=low)
+    segments = [
+        (0, 900, hyper(3)),
+        (1000, 2000, hyper(4, decoupled=False, betas=(0.4, 0.9))),
+    ]
+    extra = dict(grad_scale=torch.tensor(0.7), found_inf=torch.tensor(0.0))
+    kernel = step(state.clone(), segments, **extra)
+    call = functools.partial(composite, "fused_adamw_")
+    other = step(state.clone(), segments, call, **extra)
+    for a, b in zip(kernel[:4], other[:4], strict=True):
+        torch.testing.assert_close(a, b, rtol=3e-7, atol=1e-8)  # torch's square root is not exact
+    if low is not None:
+        torch.testing.assert_close(kernel[4], other[4])
+
+
+def test_adamw_in_float64_and_in_bfloat16():
+    exact = State(500, dtype=torch.float64)
+    reference = torch.optim.AdamW([exact.param.clone().requires_grad_()], lr=LR, weight_decay=0.1)
+    (p,) = reference.param_groups[0]["params"]
+    reference.state[p] = {
+        "step": torch.tensor(2.0),
+        "exp_avg": exact.exp_avg.clone(),
+        "exp_avg_sq": exact.exp_avg_sq.clone(),
+    }
+    p.grad = exact.grad.double()
+    reference.step()
+    ours = step(exact.clone())
+    torch.testing.assert_close(ours[0], p.detach(), rtol=1e-14, atol=0)
+    narrow = step(State(500, dtype=torch.bfloat16, grad=torch.bfloat16).clone())
+    torch.testing.assert_close(narrow[0].double(), ours[0], rtol=2**-6, atol=2**-6)
+
+
+ADAMW_ERRORS = [
+    (0, lambda s: s[0].reshape(10, 10), r"expected param to be 1-D, got shape \[10, 10\]"),
+    (1, lambda s: s[1][:50], r"expected grad to have the 100 elements of param, got 50"),
+    (2, lambda s: torch.ones(200)[::2], r"expected exp_avg to be a contiguous tensor"),
+    (3, lambda s: s[3].int(), r"expected exp_avg_sq to be floating point, got Int"),
+    (4, lambda s: torch.ones(99).half(), r"expected low_precision to have the 100 elements"),
+    (5, lambda s: torch.tensor([[0, 101]]), r"expected ranges to be .* \[0, 100\), got \[0, 101\)"),
+    (5, lambda s: torch.tensor([[50, 40]]), r"expected ranges .* got \[50, 40\) in row 0"),
+    (5, lambda s: torch.tensor([[0, 9, 9]]), r"expected ranges .* shape \[k, 2\], got shape"),
+    (5, lambda s: torch.tensor([[0.0, 9.0]]), r"expected ranges to be a CPU Long tensor .* Float"),
+    (6, lambda s: torch.ones(2, 8).double(), r"expected hyper .* \[1, 8\], got shape \[2, 8\]"),
+    (6, lambda s: torch.ones(1, 8), r"expected hyper to be a CPU Double tensor .* of Float"),
+    (7, lambda s: torch.ones(2), r"expected grad_scale to be one float32 element, got shape \[2\]"),
+    (8, lambda s: torch.ones(1).half(), r"expected found_inf to be one float32 element.* of Half"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(ADAMW_ERRORS)))
+def test_adamw_refuses_bad_arguments(case):
+    index, make, message = ADAMW_ERRORS[case]
+    args = [*State(100, low=torch.bfloat16).tensors(), *tables([(0, 100, hyper(3))]), None, None]
+    args[index] = make(args)
+    with pytest.raises(ValueError, match="fused_adamw_: " + message):
+        ops.fused_adamw_(*args)
+
+
+def test_adamw_refuses_overlapping_segments():
+    segments = [(0, 60, hyper(3)), (59, 100, hyper(3))]
+    with pytest.raises(ValueError, match=r"disjoint .* got \[59, 100\) in row 1 after 60"):
+        step(State(100).tensors(), segments)
