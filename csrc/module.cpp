@@ -26,12 +26,13 @@ using Dtype = std::optional<at::ScalarType>;
 
 std::shared_ptr<Runtime> make_runtime(const std::string& shard_group,
                                       const std::string& replicate_group,
-                                      const std::string& control_group, at::Device device,
-                                      bool persistent, bool reshard_after_forward, int prefetch,
+                                      const std::string& control_group, int shard_channel,
+                                      int replicate_channel, at::Device device, bool persistent,
+                                      bool reshard_after_forward, int prefetch,
                                       int64_t max_window_bytes, Dtype compute_dtype,
                                       Dtype reduce_dtype) {
   RuntimeOptions options;
-  options.groups = {shard_group, replicate_group, control_group};
+  options.groups = {shard_group, replicate_group, control_group, shard_channel, replicate_channel};
   options.device = device;
   options.persistent = persistent;
   options.reshard_after_forward = reshard_after_forward;
@@ -71,9 +72,10 @@ py::list records(Runtime& self) {
 void bind_runtime(py::module_& m) {
   py::class_<Runtime, std::shared_ptr<Runtime>>(m, "Runtime")
       .def(py::init(&make_runtime), py::kw_only(), py::arg("shard_group"),
-           py::arg("replicate_group"), py::arg("control_group"), py::arg("device"),
-           py::arg("persistent"), py::arg("reshard_after_forward"), py::arg("prefetch"),
-           py::arg("max_window_bytes"), py::arg("compute_dtype"), py::arg("reduce_dtype"))
+           py::arg("replicate_group"), py::arg("control_group"), py::arg("shard_channel"),
+           py::arg("replicate_channel"), py::arg("device"), py::arg("persistent"),
+           py::arg("reshard_after_forward"), py::arg("prefetch"), py::arg("max_window_bytes"),
+           py::arg("compute_dtype"), py::arg("reduce_dtype"))
       .def("add_unit", torch::wrap_pybind_function_no_gil(&add_unit))
       .def("seal", no_gil(&Runtime::seal))
       .def("begin_forward", no_gil(&Runtime::begin_forward))

@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("training").add_argument
     add("--batch", type=int, default=16, help="sequences in a micro-batch of one rank")
     add("--grad-accum", type=int, default=1, help="micro-batches in a step")
-    add("--steps", type=int, default=600, help="optimizer steps")
+    add("--steps", type=int, default=400, help="optimizer steps")
     add("--lr", type=float, default=5e-3, help="highest learning rate")
     add("--warmup", type=int, default=50, help="steps up to it; then a cosine down to a tenth")
     add("--clip", type=float, default=1.0, help="largest norm of the gradient")
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("output").add_argument
     add("--log-every", type=int, default=20, help="steps between two lines")
-    add("--eval-every", type=int, default=150, help="steps between two validations")
+    add("--eval-every", type=int, default=100, help="steps between two validations")
     add("--eval-bytes", type=int, default=2**16, help="held-out bytes that a validation reads")
     check = "fail unless validation ends below so many bits per byte and the table's sides agree"
     add("--check", type=float, metavar="BITS", help=check)

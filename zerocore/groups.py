@@ -96,28 +96,61 @@ def _timeout() -> timedelta:
     return getattr(options, "_timeout", c10d.default_pg_timeout)
 
 
-# Groups made so far of each tuple of ranks: the same number on all of its members.
-_made: Counter[tuple[int, ...]] = Counter()
+class _Made:
+    """The groups made in this process, for as long as its default group lives.
+
+    A gloo group has threads and sockets of its own, so models share them: each gets numbers for its
+    messages that no other model in the group has. Counts are the same on all members of a group,
+    since all of them take part whenever it is used.
+    """
+
+    def __init__(self) -> None:
+        self.world: object = None
+        self.groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+        self.counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self.channels: Counter[tuple[int, ...]] = Counter()
+
+    def group(self, purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The group of these ranks; None stands for a group of one."""
+        if len(ranks) == 1:
+            return None
+        if self.world is not dist.group.WORLD:
+            self.__init__()
+            self.world = dist.group.WORLD
+        ranks = tuple(sorted(ranks))
+        group = self.groups.get((purpose, ranks))
+        if group is None or group not in c10d._world.pg_map:  # perhaps destroyed by the user
+            self.counts[purpose, ranks] += 1
+            group = _new_group(purpose, ranks, self.counts[purpose, ranks])
+            self.groups[purpose, ranks] = group
+        return group
+
+    def reserve(self, ranks: tuple[int, ...], count: int) -> int:
+        """The first of `count` consecutive numbers for messages in the group of these ranks."""
+        ranks = tuple(sorted(ranks))
+        first = self.channels[ranks]
+        self.channels[ranks] += count
+        return first
 
 
-def _new_group(ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | None:
+_made = _Made()
+
+
+def _new_group(purpose: str, ranks: tuple[int, ...], count: int) -> dist.ProcessGroup:
     """A gloo group that only its members make: a model may live on some of the ranks.
 
     Not by dist.new_group(use_local_synchronization=True): the name that it gives the group depends
     on how many groups this process is a member of, and ranks that differ in that wait for each
     other for ever.
     """
-    if len(ranks) == 1:
-        return None
-    ranks = tuple(sorted(ranks))
-    _made[ranks] += 1
+    digest = hashlib.sha256(repr(ranks).encode()).hexdigest()
     group, _ = c10d._new_process_group_helper(
         len(ranks),
         ranks.index(dist.get_rank()),
         list(ranks),
         c10d.Backend.GLOO,
         c10d._get_default_store(),
-        group_name=f"zerocore {hashlib.sha256(repr(ranks).encode()).hexdigest()} {_made[ranks]}",
+        group_name=f"zerocore {purpose} {digest} {count}",
         timeout=_timeout(),
         group_desc=f"zerocore {purpose}",
     )
@@ -127,14 +160,19 @@ def _new_group(ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | None
 
 def make_control(ranks: Ranks) -> dist.ProcessGroup | None:
     """The group for agreements on the host. A collective over `ranks.all`."""
-    return _new_group(ranks.all, "control")
+    return _made.group("control", ranks.all)
 
 
 def make_groups(ranks: Ranks, control: dist.ProcessGroup | None) -> Groups:
     """The groups that carry parameters and gradients. A collective over `ranks.all`."""
-    shard = _new_group(ranks.shard, "shard")
-    replicate = _new_group(ranks.replicate, "replicate")
+    shard = _made.group("data", ranks.shard)
+    replicate = _made.group("data", ranks.replicate)
     return Groups(ranks, shard, replicate, control)
+
+
+def reserve_channels(ranks: Ranks, count: int) -> tuple[int, int]:
+    """First numbers for `count` kinds of messages, in the shard and in the replicate group."""
+    return _made.reserve(ranks.shard, count), _made.reserve(ranks.replicate, count)
 
 
 def agree(

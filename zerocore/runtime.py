@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zerocore import _C, registry
-from zerocore.groups import Groups
+from zerocore.groups import Groups, reserve_channels
 from zerocore.policy import Lifetimes, MixedPrecision
 from zerocore.units import UnitPlan
 
@@ -89,10 +89,15 @@ class Sharded:
         self._warned = False
         mixed = options.mixed_precision
         devices = {p.device for plan in plans for _, p in plan.params}
+        # Two a flat buffer: windows and reductions, and full parameters in their own dtype.
+        channels = 2 * sum(len(plan.flats()) for plan in plans)
+        shard_channel, replicate_channel = reserve_channels(groups.ranks, channels)
         self.core = _C.Runtime(
             shard_group=groups.shard.group_name if groups.shard else "",
             replicate_group=groups.replicate.group_name if groups.replicate else "",
             control_group=groups.control.group_name if groups.control else "",
+            shard_channel=shard_channel,
+            replicate_channel=replicate_channel,
             device=next(iter(devices)),
             persistent=options.lifetimes.full_parameters_stay,
             reshard_after_forward=options.reshard_after_forward,

@@ -159,7 +159,10 @@ class PairwiseTransport : public Transport {
  public:
   PairwiseTransport(const GroupNames& names, std::shared_ptr<DevicePool> buffers,
                     std::shared_ptr<Log> log)
-      : buffers_(std::move(buffers)), log_(std::move(log)) {
+      : shard_channel_(names.shard_channel),
+        replicate_channel_(names.replicate_channel),
+        buffers_(std::move(buffers)),
+        log_(std::move(log)) {
     if (!names.shard.empty()) {
       shard_group_ = c10d::resolve_process_group(names.shard);
       shards_ = shard_group_->getSize();
@@ -176,7 +179,8 @@ class PairwiseTransport : public Transport {
     if (shards_ == 1) return std::make_unique<Done>();
     count("all_gather", window, window.numel() / shards_ * (shards_ - 1));
     return std::make_unique<ExchangePending>(
-        gather(*poster_, shard_group_, tag(channel, Purpose::gather), window), window);
+        gather(*poster_, shard_group_, tag(shard_channel_ + channel, Purpose::gather), window),
+        window);
   }
 
   std::unique_ptr<Pending> reduce(const at::Tensor& packed, const at::Tensor& out, bool accumulate,
@@ -184,7 +188,8 @@ class PairwiseTransport : public Transport {
     Scatter first;
     if (shards_ > 1) {
       count("reduce_scatter", packed, packed.numel() / shards_ * (shards_ - 1));
-      first = scatter(*poster_, shard_group_, tag(channel, Purpose::scatter), packed, buffers_);
+      first = scatter(*poster_, shard_group_, tag(shard_channel_ + channel, Purpose::scatter),
+                      packed, buffers_);
     } else {
       first.versions = {packed};
       first.own = packed;
@@ -193,10 +198,11 @@ class PairwiseTransport : public Transport {
     // that neither waits for the other's computation.
     auto task = std::make_shared<std::packaged_task<void()>>(
         [=, first = std::move(first), group = replicate_group_, buffers = buffers_, log = log_,
-         poster = poster_]() mutable {
+         poster = poster_, replicate_channel = replicate_channel_ + channel]() mutable {
           c10::InferenceMode normal(false);
           at::NoGradGuard no_grad;
-          finish_reduce(*poster, group, buffers, *log, std::move(first), out, accumulate, channel);
+          finish_reduce(*poster, group, buffers, *log, std::move(first), out, accumulate,
+                        replicate_channel);
         });
     auto pending = std::make_unique<FuturePending>(task->get_future());
     finisher_.post([task] { (*task)(); });
@@ -251,6 +257,8 @@ class PairwiseTransport : public Transport {
     wait_all(messages.sent);
   }
 
+  const int shard_channel_;
+  const int replicate_channel_;
   GroupPtr shard_group_;
   GroupPtr replicate_group_;
   std::shared_ptr<DevicePool> buffers_;

@@ -54,11 +54,14 @@ class Transport {
   int replica_rank_ = 0;
 };
 
-// Names of registered process groups; empty: a group of one rank.
+// Names of registered process groups; empty: a group of one rank. Other users of a group have other
+// channels: this one's are counted from the given ones.
 struct GroupNames {
   std::string shard;
   std::string replicate;
   std::string control;
+  int shard_channel = 0;
+  int replicate_channel = 0;
 };
 
 // Exchanges between pairs of ranks, for gloo: its reduce-scatter is an all-reduce underneath and
