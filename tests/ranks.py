@@ -70,17 +70,9 @@ def _answer(message: bytes) -> bytes:
         dist.barrier()  # a case may not leave its ranks out of step
         buffer = io.BytesIO()
         torch.save(value, buffer)  # by value: the memory must outlive the rank
-        _drop_groups()
         return pickle.dumps(Outcome("returned", buffer.getvalue()))
     except Exception:
         return pickle.dumps(Outcome("raised", traceback.format_exc()))
-
-
-def _drop_groups() -> None:
-    """Destroys what groups the case made: each has threads that poll. zerocore shares its own."""
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD and not group.group_name.startswith("zerocore"):
-            dist.destroy_process_group(group)
 
 
 class Pool:

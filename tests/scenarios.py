@@ -67,7 +67,9 @@ class Net(nn.Module):
         self.inlet = nn.Linear(4, 5)
         self.layers = nn.ModuleList(Layer(mode) for _ in range(3))
         self.outlet = nn.Linear(5, 2)
-        self.reentrant: bool | None = None  # None: no activation checkpointing
+        self.reentrant: bool | None = None  # kind of activation checkpointing; None: without
+        self.places: tuple[int, ...] = (0, 1, 2, 3, 4)  # of `order`, where layers are checkpointed
+        self.span = False  # whether one checkpoint spans all layers
         self.use_gain = self.use_bias = True
         self.fail = ""  # "forward" or "backward": where layer 1 raises
         self.ignore = False  # whether what layer 1 returns is left unused
@@ -75,9 +77,18 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Any:
         """The layers in `order`, which may name one twice."""
         x = self.inlet(x) if self.use_bias else x @ self.inlet.weight.t()
-        for i in self.order:
+        if self.span:
+            x = checkpoint(self.chain, x, use_reentrant=self.reentrant)
+        else:
+            x = self.chain(x)
+        out = self.outlet(x)
+        return {"logits": out} if self.mode == "dict" else out
+
+    def chain(self, x: Tensor) -> Tensor:
+        """The layers."""
+        for place, i in enumerate(self.order):
             layer = self.layers[i]
-            if self.reentrant is not None:
+            if self.reentrant is not None and place in self.places and not self.span:
                 x = checkpoint(layer, x, use_reentrant=self.reentrant)
                 continue
             out = layer(x, use_gain=self.use_gain or i != 1)
@@ -88,8 +99,7 @@ class Net(nn.Module):
             x = self.unpack(out)
             if self.fail == "backward" and i == 1:
                 x.register_hook(_raise)
-        out = self.outlet(x)
-        return {"logits": out} if self.mode == "dict" else out
+        return x
 
     def unpack(self, out: Any) -> Tensor:
         """Uses all of what a layer returns."""
@@ -125,7 +135,7 @@ class Scenario(NamedTuple):
 
     build: Callable[[], nn.Module]
     run: Callable[[nn.Module, int, int, float], None]
-    units: list[str] = ["layers.0", "layers.1", "layers.2"]
+    units: list[str] | None = ["layers.0", "layers.1", "layers.2"]
 
 
 def simple(model: nn.Module, rank: int, step: int, scale: float) -> None:
@@ -204,12 +214,13 @@ def ignored_output(model: nn.Module, rank: int, step: int, scale: float) -> None
     simple(model, rank, step, scale)
 
 
-def checkpointed(reentrant: bool) -> Callable[[], nn.Module]:
+def checkpointed(reentrant: bool, **attributes: Any) -> Callable[[], nn.Module]:
     """Builder of a net whose layers are recomputed in backward."""
 
     def build() -> nn.Module:
         net = Net()
-        net.reentrant = reentrant
+        for name, value in {"reentrant": reentrant, **attributes}.items():
+            setattr(net, name, value)
         return net
 
     return build
@@ -349,7 +360,31 @@ def tied(model: nn.Module, rank: int, step: int, scale: float) -> None:
 SCENARIOS = {
     "simple": Scenario(Net, simple),
     "unit called twice": Scenario(lambda: Net(order=(0, 1, 0, 2, 1)), simple),
-    "unit called twice, checkpointed": Scenario(lambda: _twice_checkpointed(), simple),
+    "unit called twice in a row": Scenario(lambda: Net(order=(0, 1, 1)), simple),
+    "unit called twice, checkpointed": Scenario(checkpointed(False, order=(0, 1, 0)), simple),
+    "unit called twice, once checkpointed": Scenario(
+        checkpointed(False, order=(0, 1, 0), places=(0,)), simple
+    ),
+    "unit called twice, reentrant": Scenario(checkpointed(True, order=(0, 1, 0)), simple),
+    "unit called twice, once reentrant": Scenario(
+        checkpointed(True, order=(0, 1, 0), places=(0,)), simple
+    ),
+    "root reentrant and not": Scenario(
+        checkpointed(True, order=(0, 1, 0), places=(0,)), simple, ["inlet"]
+    ),
+    "checkpoint over all units": Scenario(checkpointed(False, span=True), simple),
+    "checkpoint over all units, reentrant": Scenario(checkpointed(True, span=True), simple),
+    "checkpoint over nested units": Scenario(
+        checkpointed(False), simple, ["layers.0", "layers.0.linear", "layers.1.linear"]
+    ),
+    "checkpoint over nested units, reentrant": Scenario(
+        checkpointed(True), simple, ["layers.0", "layers.0.linear", "layers.1.linear"]
+    ),
+    "merged units": Scenario(Net, simple, None),
+    "merged units in another order": Scenario(lambda: Net(order=(2, 0, 1)), simple, None),
+    "merged units called twice": Scenario(lambda: Net(order=(2, 0, 2)), simple, None),
+    "merged units, checkpointed": Scenario(checkpointed(False, order=(1, 0, 2)), simple, None),
+    "merged units, reentrant": Scenario(checkpointed(True, order=(1, 0, 2)), simple, None),
     "two forwards": Scenario(Net, two_forwards),
     "two forwards reversed": Scenario(Net, two_forwards_reversed),
     "one backward of two": Scenario(Net, one_backward_of_two),
@@ -378,12 +413,6 @@ SCENARIOS = {
     "nested units": Scenario(Net, simple, ["layers.0", "layers.0.linear", "layers.1.linear"]),
     "tied": Scenario(Tied, tied, ["layers.0", "layers.1"]),
 }
-
-
-def _twice_checkpointed() -> nn.Module:
-    net = Net(order=(0, 1, 0))
-    net.reentrant = False
-    return net
 
 
 def build(name: str) -> nn.Module:

@@ -1,5 +1,6 @@
 """A rank that dies: the others end with an error in time, and no process stays behind."""
 
+import gc
 import os
 import pathlib
 import signal
@@ -8,6 +9,7 @@ import sys
 import textwrap
 import time
 
+import models
 import pytest
 import sharded
 import torch
@@ -137,3 +139,25 @@ def test_ranks_end_by_themselves_with_a_model_alive():
     finally:
         codes = pool.close(10.0)
     assert codes == [0, 0]
+
+
+def drop_models(times):
+    """Models that die while gathers for a backward that never comes are under way."""
+    for _ in range(times):
+        model = sharded.shard("transformer", 3)
+        for number in range(2):
+            x, target = models.batch("transformer", dist.get_rank(), number)
+            out = model(x)
+            if number == 0:  # the second forward looks ahead in the order of this pass
+                models.loss_of(lambda _, out=out: out, (x, target)).backward()
+        del model, out
+        gc.collect()
+    return sharded.step(sharded.shard("transformer", 3), None, "transformer", 0)
+
+
+def test_models_may_die_with_messages_in_flight():
+    pool = Pool(2, group_seconds=GROUP_SECONDS)
+    try:
+        assert all(loss > 0 for loss in pool.run(drop_models, 60))
+    finally:
+        pool.close()

@@ -140,15 +140,28 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError(f"model: expected parameters, got {type(model).__name__} without any")
     if all(map(_is_taken, params.values())):
         raise RuntimeError("zerocore.shard: expected a model that is not sharded, got one that is")
+    memory: dict[int, str] = {}
     for name, param in params.items():
         if _is_taken(param):
             continue
+        has_memory = param.numel() > 0 and param.device.type == "cpu"
+        other = memory.setdefault(param.data_ptr(), name) if has_memory else name
+        if other != name:
+            raise ValueError(
+                f"{name}: expected memory of its own, got the memory of {other!r}; tie them by "
+                "using one Parameter object in both places"
+            )
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(f"{name}: expected an initialised parameter; run one forward first")
         if type(param.data) is not torch.Tensor:
             raise NotImplementedError(
                 f"{name}: expected a plain tensor, got {type(param.data).__name__}, which is not "
                 "supported yet"
+            )
+        if param.grad is not None:
+            raise ValueError(
+                f"{name}: expected a parameter without a gradient, got one, of another shape than "
+                "the shard; call zero_grad() before zerocore.shard"
             )
         if param.device.type != "cpu":
             raise NotImplementedError(

@@ -99,6 +99,7 @@ class AdamW(torch.optim.Optimizer):
             "decoupled": decoupled,
         }
         self._buffers: list[_Buffer] | None = None
+        self._planned: list[int] = []
         super().__init__(params, defaults)
         self.max_grad_norm = max_grad_norm
         self.grad_norm: torch.Tensor | None = None
@@ -133,8 +134,10 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._buffers is None:
+        params = [id(p) for group in self.param_groups for p in group["params"]]
+        if self._buffers is None or params != self._planned:
             self._buffers = self._plan()
+            self._planned = params
         scale = None
         if self.max_grad_norm is not None:
             scale = self._clip()
@@ -204,10 +207,12 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         ranges: list[tuple[int, int]] = []
         hyper: list[tuple[float, ...]] = []
+        stepped: list[torch.Tensor] = []
         for param, start, stop in buffer.members:
             if param.grad is None:
                 continue
             step = self._advance(buffer, param, start, stop)
+            stepped.append(param)
             if start == stop:
                 continue
             group = groups[id(param)]
@@ -241,6 +246,8 @@ class AdamW(torch.optim.Optimizer):
                 torch.tensor(hyper, dtype=torch.float64),
                 scale,
             )
+        # The kernel wrote to the flat shard: tell autograd, for graphs that need the old values.
+        torch.autograd.graph.increment_version(stepped)
 
     def _advance(self, buffer: _Buffer, param: torch.Tensor, start: int, stop: int) -> float:
         """Counts a step of `param`, whose state is made on the first one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -18,18 +19,27 @@ from zerocore.units import UnitPlan
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in nested tuples, lists, mappings and dataclasses."""
+    """The tensors in nested tuples, lists, mappings, dataclasses and other plain objects."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, list | tuple):
         children = value
     elif isinstance(value, Mapping):
         children = value.values()
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+    elif isinstance(value, type | nn.Module) or not hasattr(value, "__dict__"):
+        return []
+    elif dataclasses.is_dataclass(value):
         children = [getattr(value, field.name) for field in dataclasses.fields(value)]
     else:
-        return []
+        # Not deeper than this: the objects of an object can be anything, and cyclic.
+        kinds = torch.Tensor | list | tuple | dict
+        children = [child for child in vars(value).values() if isinstance(child, kinds)]
     return [tensor for child in children for tensor in tensors_in(child)]
+
+
+def _failed(output: Any) -> bool:
+    """Whether a forward hook is called for an exception: torch gives it None as the output then."""
+    return output is None and sys.exc_info()[1] is not None
 
 
 def map_tensors(value: Any, change: Any) -> Any:
@@ -133,11 +143,17 @@ class Sharded:
     def _hook_root(self, model: nn.Module) -> None:
         core = self.core
         mixed = self.options.mixed_precision
+        original = weakref.ref(model)  # a hook must not keep its module alive
 
         def cast(value: Any, dtype: torch.dtype) -> Any:
             return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
-        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if module is not original():
+                raise RuntimeError(
+                    "zerocore: expected the model that was sharded, got a copy, which has its "
+                    "hooks but not its shards; build a second model and load the state_dict()"
+                )
             self._check_devices(args, kwargs)
             core.begin_forward(torch.is_grad_enabled())
             return (cast(args, mixed.param), cast(kwargs, mixed.param)) if mixed else None
@@ -145,7 +161,7 @@ class Sharded:
         def after(_: nn.Module, args: Any, output: Any) -> Any:
             if mixed and mixed.output is not None:
                 output = cast(output, mixed.output)
-            core.end_forward(tensors_in(output), output is None)
+            core.end_forward(tensors_in(output), _failed(output))
             return output
 
         model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
@@ -159,7 +175,7 @@ class Sharded:
             core.pre_forward(unit, tensors_in((args, kwargs)) if first else [])
 
         def after(_: nn.Module, args: Any, output: Any) -> None:
-            core.post_forward(unit, tensors_in(output), output is None)
+            core.post_forward(unit, tensors_in(output), _failed(output))
 
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, always_call=True)

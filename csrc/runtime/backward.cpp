@@ -15,6 +15,9 @@
 namespace zerocore {
 
 void Runtime::begin_backward() {
+  // Nested backwards are part of the one under way, unless that one has failed.
+  if (in_backward_ && !backward_task_.expired()) return;
+  if (in_backward_) abandon_backward();
   in_backward_ = true;
   backward_reduces_ = sync_;
   phase_ = "backward";
@@ -38,9 +41,10 @@ void Runtime::begin_backward() {
     participates.push_back(unit->expected > 0);
   }
   reductions_->begin(std::move(participates));
-  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
-    if (auto self = weak.lock()) self->end_backward();
-  });
+  auto task = std::make_shared<int>(0);
+  backward_task_ = task;
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [self = shared_from_this(), task] { self->end_backward(); });
   // What was read through open() may be needed by any node; so may any resident parameter.
   for (int unit = 0; unit < units(); ++unit) {
     if (units_[unit]->borrowed) enter_backward_of(unit);
@@ -50,12 +54,12 @@ void Runtime::begin_backward() {
 
 void Runtime::before_accumulation() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (!in_backward_) begin_backward();
+  begin_backward();
 }
 
 void Runtime::pre_backward(int unit, GradientEdge edge) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (!in_backward_) begin_backward();
+  begin_backward();
   // The output of one unit is the input of the next: that one's backward is over, and its window
   // makes room for this one, though its own hook on the same tensor has yet to come.
   for (int other = 1; other < units(); ++other) {

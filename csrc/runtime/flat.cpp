@@ -88,7 +88,16 @@ Flat::Flat(std::string unit, std::vector<std::string> names, std::vector<at::Ten
 }
 
 Flat::~Flat() {
-  if (lease_.data != nullptr) windows_->pool().release(lease_);
+  if (!gather_ && lease_.data == nullptr) return;
+  // Graphs may still hold views of the window: its memory goes only with an error in its place, and
+  // not before the messages that are under way have come and gone.
+  transport_.retire(std::move(gather_),
+                    [windows = windows_, lease = lease_, storage = c10::Storage(window_.storage()),
+                     message = released_message_] {
+                      if (lease.data == nullptr) return;
+                      take_memory_away(storage, message);
+                      windows->pool().release(lease);
+                    });
 }
 
 void Flat::describe(int64_t i) {
@@ -141,7 +150,10 @@ void Flat::make_views() {
     window_views_.push_back(full_view(window_, i));
     shard_views_.push_back(shard_view(shard_, i));
     if (options_.persistent && layout_.shards() == 1) continue;  // never out of reach
-    const c10::Storage nothing = empty_storage(0, device);
+    // As large as the parameter: a view of it may be made, and fails only when it is read.
+    const int64_t bytes =
+        params_[i].numel() * static_cast<int64_t>(c10::elementSize(compute_dtype_));
+    const c10::Storage nothing = empty_storage(bytes, device);
     take_memory_away(nothing, "zerocore: parameter '" + names_[i] + "' of unit '" + unit_ +
                                   "' is sharded" + kRemedy);
     auto guard = c10::make_intrusive<c10::TensorImpl>(c10::Storage(nothing), window_.key_set(),
@@ -187,16 +199,43 @@ int64_t Flat::window_bytes() const {
   return layout_.total() * static_cast<int64_t>(c10::elementSize(compute_dtype_));
 }
 
+bool Flat::adopt_replaced() {
+  if (view_ != View::shard) return false;
+  at::NoGradGuard no_grad;
+  bool changed = false;
+  for (int64_t i = 0; i < size(); ++i) {
+    const at::Tensor& param = params_[i];
+    const at::Tensor& own = shard_views_[i];
+    if (param.storage().unsafeGetStorageImpl() == shard_.storage().unsafeGetStorageImpl() &&
+        param.storage_offset() == own.storage_offset() && param.sizes() == own.sizes()) {
+      continue;
+    }
+    TORCH_CHECK_VALUE(param.sizes() == own.sizes() && param.scalar_type() == own.scalar_type(),
+                      "zerocore: the data of '", names_[i], "' was replaced: expected ",
+                      own.scalar_type(), " of this rank's shape ", own.sizes(), ", got ",
+                      param.scalar_type(), " of shape ", param.sizes());
+    own.copy_(param);
+    params_[i].unsafeGetTensorImpl()->shallow_copy_from(own.getIntrusivePtr());
+    changed = true;
+  }
+  if (changed) fresh_ = false;
+  return changed;
+}
+
 void Flat::show(View view) {
   TORCH_INTERNAL_ASSERT(view != View::original, "View::original needs a buffer");
   if (view == view_) return;
   const std::vector<at::Tensor>& targets = view == View::shard    ? shard_views_
                                            : view == View::window ? window_views_
                                                                   : guards_;
+  if (!options_.persistent && view_ == View::window) {
+    written_ = written_ || versions() != shown_versions_;
+  }
   for (int64_t i = 0; i < size(); ++i) {
     params_[i].unsafeGetTensorImpl()->shallow_copy_from(targets.at(i).getIntrusivePtr());
   }
   view_ = view;
+  shown_versions_ = versions();
 }
 
 int64_t Flat::versions() const {
@@ -207,7 +246,7 @@ int64_t Flat::versions() const {
 
 bool Flat::stale() const {
   if (shard_is_slot_ && layout_.shards() == 1) return false;
-  return !fresh_ || (options_.persistent && versions() != gathered_versions_);
+  return !fresh_ || versions() != gathered_versions_;
 }
 
 bool Flat::start_gather() {
@@ -236,6 +275,8 @@ void Flat::drain() {
   if (gather_) gather_->drain();
   gather_.reset();
 }
+
+bool Flat::take_written() { return std::exchange(written_, false); }
 
 void Flat::release_window() {
   if (options_.persistent) return;

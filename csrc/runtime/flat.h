@@ -66,6 +66,13 @@ class Flat {
   void show(View view);
   View view() const { return view_; }
 
+  // Moves what the user assigned to `p.data` into the shard; whether there was anything. Throws if
+  // it does not fit.
+  bool adopt_replaced();
+  // Whether, since the last call, an operator wrote to a parameter while it showed a window that
+  // will be thrown away.
+  bool take_written();
+
   // Whether the window must be gathered before it is read.
   bool stale() const;
   void invalidate() { fresh_ = false; }
@@ -126,11 +133,13 @@ class Flat {
   std::vector<at::Tensor> shard_views_;   // N-D, of shard_
   std::vector<at::Tensor> window_views_;  // N-D, of window_
   std::vector<at::Tensor> guards_;        // N-D, of nothing
-  View view_ = View::window;
+  View view_ = View::original;
   Lease lease_;
   std::unique_ptr<Pending> gather_;
   bool fresh_ = false;
-  int64_t gathered_versions_ = 0;  // versions() when the persistent window was gathered
+  bool written_ = false;
+  int64_t shown_versions_ = 0;     // versions() when the view was switched
+  int64_t gathered_versions_ = 0;  // versions() when the window was gathered
 };
 
 }  // namespace zerocore

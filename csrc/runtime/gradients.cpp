@@ -35,6 +35,7 @@ void Gradients::take_aside(int64_t i) {
   Slot& slot = slots_[i];
   at::Tensor grad = std::move(flat_.param(i).mutable_grad());
   flat_.param(i).mutable_grad() = at::Tensor();
+  slot.had_local = slot.local.defined() && grad.defined();
   if (!grad.defined()) {
     slot.main_counts = false;
     slot.local.reset();
@@ -126,8 +127,26 @@ void Gradients::finish(const std::vector<bool>& used) {
   for (auto& pending : pending_) pending->wait();
   pending_.clear();
   for (int64_t i = 0; i < flat_.size(); ++i) {
-    if (used.at(i) || slots_[i].main_counts) show(i, flat_.shard_view(main_, i));
+    slots_[i].shows_main = used.at(i) || slots_[i].main_counts;
+    if (!slots_[i].shows_main) continue;
+    show(i, flat_.shard_view(main_, i));
+    finished_ = true;
   }
+}
+
+bool Gradients::cleared() {
+  if (!finished_) return false;
+  for (int64_t i = 0; i < flat_.size(); ++i) {
+    const at::Tensor& grad = flat_.param(i).grad();
+    const auto shown = slots_[i].shown.lock();
+    const bool untouched = shown && grad.defined() && grad.unsafeGetTensorImpl() == shown.get() &&
+                           static_cast<uint32_t>(grad._version()) == slots_[i].shown_version;
+    if (slots_[i].shows_main && !untouched) {
+      finished_ = false;
+      return true;
+    }
+  }
+  return false;
 }
 
 void Gradients::keep_local() {
@@ -154,12 +173,24 @@ void Gradients::show(int64_t i, at::Tensor grad) {
 }
 
 void Gradients::abandon() {
-  // A reduction under way still writes to the main gradient: leave it that memory.
-  if (!pending_.empty()) main_ = at::Tensor();
+  at::NoGradGuard no_grad;
+  try {
+    for (auto& pending : pending_) pending->wait();
+  } catch (const std::exception&) {
+    // The failure is on its way to the user already; the main gradient is lost with it.
+    main_ = at::Tensor();
+    for (Slot& slot : slots_) slot.main_counts = false;
+  }
   pending_.clear();
   for (int64_t i = 0; i < flat_.size(); ++i) {
-    slots_[i] = Slot{};
+    const at::Tensor local = std::move(flat_.param(i).mutable_grad());
     flat_.param(i).mutable_grad() = at::Tensor();
+    if (slots_[i].had_local && local.defined()) {
+      slots_[i].local = local;
+      show(i, flat_.slice(local, i));
+    } else if (slots_[i].main_counts) {
+      show(i, flat_.shard_view(main_, i));
+    }
   }
 }
 

@@ -36,8 +36,13 @@ class Gradients {
   void finish(const std::vector<bool>& used);
   // Ends a backward without reduction: keeps the full local gradients.
   void keep_local();
-  // Forgets everything: the backward did not end.
+  // Ends a backward that failed: its gradients are dropped, as far as they were not added to
+  // others.
   void abandon();
+  // Whether gradients that finish() showed were cleared since; true once for each finish().
+  bool cleared();
+  // Whether gradients were shown, and not seen to be cleared.
+  bool shown() const { return finished_; }
 
   // Whether a gradient was kept that was never reduced (nor cleared).
   bool unreduced() const;
@@ -54,6 +59,8 @@ class Gradients {
   struct Slot {
     bool main_counts = false;  // the main gradient is to be added to
     at::Tensor local;          // N-D, full: kept without reduction
+    bool had_local = false;    // this backward adds to such a one
+    bool shows_main = false;   // finish() put the main gradient into p.grad
     // What finish() or keep_local() put into p.grad. Weak: whoever else holds it keeps its memory.
     c10::weak_intrusive_ptr<c10::TensorImpl> shown{c10::intrusive_ptr<c10::TensorImpl>()};
     uint32_t shown_version = 0;
@@ -72,7 +79,8 @@ class Gradients {
   const std::shared_ptr<DevicePool> buffers_;
   at::Tensor main_;  // 1-D, of the shard's size and the parameters' dtype
   std::vector<Slot> slots_;
-  bool reduced_ = false;  // in this backward
+  bool reduced_ = false;   // in this backward
+  bool finished_ = false;  // shown()
   std::vector<std::unique_ptr<Pending>> pending_;
 };
 

@@ -10,7 +10,7 @@ namespace {
 
 using torch::autograd::variable_list;
 
-// Weak references all: the runtime holds the accumulators that hold the hooks.
+// Weak references: the runtime holds the accumulators that hold these hooks.
 class BeforeAccumulation : public torch::autograd::FunctionPreHook {
  public:
   explicit BeforeAccumulation(std::weak_ptr<Runtime> runtime) : runtime_(std::move(runtime)) {}
@@ -51,16 +51,16 @@ GradientEdge gradient_edge(const at::Tensor& tensor) {
   return {tensor.grad_fn().get(), tensor.output_nr()};
 }
 
-void hook_output(const at::Tensor& output, const std::weak_ptr<Runtime>& runtime, int unit) {
-  output.register_hook([runtime, unit, edge = gradient_edge(output)](const at::Tensor&) {
-    if (auto self = runtime.lock()) self->pre_backward(unit, edge);
+void hook_output(const at::Tensor& output, std::shared_ptr<Runtime> runtime, int unit) {
+  const GradientEdge edge = gradient_edge(output);
+  output.register_hook([runtime = std::move(runtime), unit, edge](const at::Tensor&) {
+    runtime->pre_backward(unit, edge);
   });
 }
 
-void hook_input(const at::Tensor& input, const std::weak_ptr<Runtime>& runtime, int unit) {
-  input.register_hook([runtime, unit](const at::Tensor&) {
-    if (auto self = runtime.lock()) self->post_backward(unit);
-  });
+void hook_input(const at::Tensor& input, std::shared_ptr<Runtime> runtime, int unit) {
+  input.register_hook(
+      [runtime = std::move(runtime), unit](const at::Tensor&) { runtime->post_backward(unit); });
 }
 
 bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }

@@ -126,8 +126,16 @@ void Runtime::collective_failed(const char* what, int unit, const std::exception
 }
 
 void Runtime::release(int unit) {
-  for (auto& flat : units_[unit]->flats) flat->release_window();
-  show(unit, depth_ > 0 ? View::guard : View::shard);
+  const Flat* written = nullptr;
+  for (auto& flat : units_[unit]->flats) {
+    flat->release_window();
+    flat->show(depth_ > 0 ? View::guard : View::shard);
+    if (flat->take_written()) written = flat.get();
+  }
+  TORCH_CHECK(
+      written == nullptr, "zerocore: a parameter of unit '", unit_name(unit),
+      "' was written to while it was gathered, and the change would be lost; expected ",
+      "parameters to be changed between steps, or in zerocore.gathered(module, write=True)");
 }
 
 void Runtime::no_room(int unit) {
@@ -160,7 +168,7 @@ void Runtime::begin_forward(bool gradients) {
     const auto& flats = units_[unit]->flats;
     const bool stale =
         std::any_of(flats.begin(), flats.end(), [](const auto& flat) { return flat->stale(); });
-    if (options_.persistent && stale) scheduler_->invalidate(unit);
+    if (stale) scheduler_->invalidate(unit);
   }
   // With resident windows all gathers start at once, called for or not: a rank that leaves a unit
   // out still sends its part.
@@ -174,6 +182,17 @@ void Runtime::begin_forward(bool gradients) {
     hold_accumulators(unit);
   }
   pre_forward(kRoot, {});
+}
+
+// Gradients that were cleared since they were reduced have been used: by an optimizer that tells,
+// or by code of the user's that wrote to p.data, which no version counter notices.
+void Runtime::notice_changes() {
+  for (const auto& unit : units_) {
+    for (size_t f = 0; f < unit->flats.size(); ++f) {
+      unit->flats[f]->adopt_replaced();
+      if (options_.persistent && unit->gradients[f]->cleared()) unit->flats[f]->invalidate();
+    }
+  }
 }
 
 void Runtime::end_forward(const std::vector<at::Tensor>& outputs, bool failed) {
@@ -209,6 +228,9 @@ void Runtime::post_forward(int unit, const std::vector<at::Tensor>& outputs, boo
   note("end", "compute", unit, 0);
   const bool gradients = !failed && needs_grad(outputs);
   if (gradients) hook_outputs(unit, outputs);
+  // Tensors that the unit gave away by other ways than its output need it from the start of
+  // backward.
+  if (outputs.empty() && !failed && c10::GradMode::is_enabled()) state.borrowed = true;
   if (state.active > 0 || state.in_backward) return;
   // A recomputation inside a backward is followed by its own backward.
   const bool alone = depth_ == 0 && !inside_backward();
@@ -243,7 +265,7 @@ void Runtime::hold_accumulators(int unit) {
 
 void Runtime::hook_outputs(int unit, const std::vector<at::Tensor>& outputs) {
   for (const at::Tensor& output : outputs) {
-    if (output.requires_grad() && !output.is_leaf()) hook_output(output, weak_from_this(), unit);
+    if (output.requires_grad() && !output.is_leaf()) hook_output(output, shared_from_this(), unit);
   }
 }
 
@@ -259,7 +281,7 @@ void Runtime::hook_inputs(int unit, const std::vector<at::Tensor>& inputs) {
     }
   }
   if (latest == nullptr) return;
-  hook_input(*latest, weak_from_this(), unit);
+  hook_input(*latest, shared_from_this(), unit);
   units_[unit]->input = gradient_edge(*latest);
 }
 
@@ -275,7 +297,7 @@ void Runtime::open(const std::vector<int>& units) {
     unit.write = false;
     for (auto& flat : unit.flats) {
       if (forward) break;
-      const at::Tensor full = flat->gather_original();
+      const at::Tensor full = gather_original(index, static_cast<int>(unit.originals.size()));
       flat->open_original(full);
       unit.originals.push_back(full);
       unit.versions.push_back(flat->versions());
@@ -323,14 +345,22 @@ void Runtime::close_unit(int index, bool write) {
   unit.originals.clear();
 }
 
+at::Tensor Runtime::gather_original(int unit, int flat) {
+  // What the last gradients were used for cannot be known here; a gather is safe.
+  if (gradients(unit, flat).shown()) this->flat(unit, flat).invalidate();
+  return this->flat(unit, flat).gather_original();
+}
+
 std::vector<at::Tensor> Runtime::full_tensors(int unit, int flat) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
+  TORCH_CHECK(!computing(), "zerocore: expected state_dict() and full_state_dict() to be called ",
+              "outside of a forward of the model, got a call in one");
   settle();
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
-  Flat& source = this->flat(unit, flat);
+  const Flat& source = this->flat(unit, flat);
   const at::Tensor full =
-      units_[unit]->originals.empty() ? source.gather_original() : units_[unit]->originals[flat];
+      units_[unit]->originals.empty() ? gather_original(unit, flat) : units_[unit]->originals[flat];
   std::vector<at::Tensor> tensors;
   for (int64_t i = 0; i < source.size(); ++i) tensors.push_back(source.full_view(full, i).clone());
   return tensors;
@@ -352,6 +382,7 @@ void Runtime::settle() {
     show_all(View::shard);
   }
   for (const auto& unit : units_) unit->active = 0;
+  notice_changes();
   phase_ = "idle";
 }
 

@@ -135,6 +135,8 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   void show(int unit, View view);
   void show_all(View view);
   void hold_accumulators(int unit);
+  void notice_changes();
+  at::Tensor gather_original(int unit, int flat);
   int64_t window_bytes(int unit) const;
   void hook_outputs(int unit, const std::vector<at::Tensor>& outputs);
   void hook_inputs(int unit, const std::vector<at::Tensor>& inputs);
@@ -174,6 +176,8 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   int depth_ = 0;  // of nested forwards of the root
   bool sync_ = true;
   bool in_backward_ = false;
+  // Alive as long as the engine's task of the backward under way: one that failed is gone.
+  std::weak_ptr<int> backward_task_;
   bool backward_reduces_ = true;
   bool order_agreed_ = false;
   const char* phase_ = "idle";

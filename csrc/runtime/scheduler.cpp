@@ -114,8 +114,8 @@ void Scheduler::close(int unit) {
   if (persistent_ || states_[unit] == State::released) return;
   // An abandoned gather is waited for: the peers write into its memory.
   if (states_[unit] == State::gathering) windows_.finish(unit);
+  states_[unit] = State::released;  // even if what follows throws
   windows_.release(unit);
-  states_[unit] = State::released;
 }
 
 void Scheduler::prefetch() {

@@ -209,6 +209,17 @@ class PairwiseTransport : public Transport {
     return pending;
   }
 
+  void retire(std::unique_ptr<Pending> pending, std::function<void()> then) override {
+    finisher_.post([pending = std::shared_ptr<Pending>(std::move(pending)), then] {
+      try {
+        if (pending) pending->drain();
+      } catch (const std::exception&) {
+        // Nobody is left to be told: the peers fail by themselves.
+      }
+      then();
+    });
+  }
+
   void broadcast(const at::Tensor& buffer) override {
     // As bytes: any dtype travels, exactly.
     std::vector<at::Tensor> bytes{buffer.view(at::kByte)};

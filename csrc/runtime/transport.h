@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -46,6 +47,10 @@ class Transport {
   virtual std::unique_ptr<Pending> reduce(const at::Tensor& packed, const at::Tensor& out,
                                           bool accumulate, int channel) = 0;
   virtual void broadcast(const at::Tensor& buffer) = 0;
+  // Drains without waiting for it, then calls `then`. Whoever goes while peers may still read what
+  // it sent leaves its collectives here: gloo never sends the rest of a message that is forgotten,
+  // nor anything behind it.
+  virtual void retire(std::unique_ptr<Pending> pending, std::function<void()> then) = 0;
 
  protected:
   int shards_ = 1;

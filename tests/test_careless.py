@@ -1,0 +1,229 @@
+"""What users do to parameters, gradients and graphs that no rule forbids: right, or an error."""
+
+import gc
+import types
+
+import pytest
+import sharded
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerocore
+
+UNITS = ["layers.0", "layers.1", "layers.2"]
+STAGES = [0, 1, 2, 3]
+
+
+class Layer(nn.Module):
+    """`output` says in what the result is returned."""
+
+    def __init__(self, output):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.output = output
+
+    def forward(self, x, box):
+        x = x + torch.tanh(self.linear(x))
+        if self.output == "object":
+            return types.SimpleNamespace(x=x)
+        if self.output == "nothing":
+            box["x"] = x
+            return None
+        return x
+
+
+class Net(nn.Module):
+    """Three units and a root with parameters of its own."""
+
+    def __init__(self, output="tensor"):
+        super().__init__()
+        self.inlet = nn.Linear(4, 8)
+        self.layers = nn.ModuleList(Layer(output) for _ in range(3))
+        self.outlet = nn.Linear(8, 2)
+
+    def forward(self, x):
+        x, box = self.inlet(x), {}
+        for layer in self.layers:
+            result = layer(x, box)
+            x = box["x"] if result is None else getattr(result, "x", result)
+        return self.outlet(x)
+
+
+def build(output="tensor"):
+    torch.manual_seed(3)
+    return Net(output).double()
+
+
+def loss_of(model, rank, number):
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    x = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+    return model(x).square().mean()
+
+
+def sgd_through_data(model):
+    for p in model.parameters():
+        p.data.add_(p.grad, alpha=-0.1)
+        p.grad = None
+
+
+def assign_data(model):
+    for p in model.parameters():
+        p.data = (p.data - 0.1 * p.grad).clamp(-0.3, 0.3)
+        p.grad = None
+
+
+def train(model, update, scale=1.0, parts=None):
+    """Three steps on `parts` (default: this rank's)."""
+    for step in range(3):
+        for rank in parts if parts is not None else [dist.get_rank()]:
+            (loss_of(model, rank, step) * scale).backward()
+        update(model)
+    return model
+
+
+def trained(stage, update, output="tensor"):
+    model = zerocore.shard(build(output), stage, units=UNITS)
+    return train(model, update).state_dict()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("update", [sgd_through_data, assign_data])
+def test_hand_written_updates(ranks, update, stage):
+    """Writes through p.data, which no version counter notices, and assignments to it."""
+    want = train(build(), update, scale=0.5, parts=[0, 1]).state_dict()
+    for got in ranks(2, trained, stage, update):
+        for name, value in want.items():
+            torch.testing.assert_close(got[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("output", ["object", "nothing"])
+def test_outputs_of_units_that_are_no_tensors(ranks, output, stage):
+    want = train(build(), sgd_through_data, scale=0.5, parts=[0, 1]).state_dict()
+    for got in ranks(2, trained, stage, sgd_through_data, output):
+        for name, value in want.items():
+            torch.testing.assert_close(got[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+class Fail(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ArithmeticError("a backward that fails")
+
+
+def backward_after_a_failed_one(stage):
+    """The gradients of a backward that follows a failed one, with no forward between."""
+    found = []
+    for fail in (True, False):
+        model = zerocore.shard(build(), stage, units=UNITS)
+        bad = Fail.apply(model(torch.ones(2, 4, dtype=torch.float64))).sum()
+        good = loss_of(model, dist.get_rank(), 0)
+        if fail:
+            with pytest.raises(ArithmeticError):
+                bad.backward()
+            model.zero_grad()
+        good.backward()
+        found.append(sharded.pieces(model))
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_after_a_failed_one_counts(ranks, stage):
+    for got, want in ranks(2, backward_after_a_failed_one, stage):
+        for name, piece in want.items():
+            assert torch.equal(got[name].gradient, piece.gradient), name
+
+
+def gradient_after_the_model_is_gone(stage):
+    x = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
+    model = zerocore.shard(build(), stage, units=UNITS, reshard_after_forward=None)
+    loss = model(x).sum()
+    del model
+    gc.collect()
+    loss.backward()
+    return x.grad.clone()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_graph_outlives_its_model(ranks, stage):
+    x = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
+    build()(x).sum().backward()
+    for got in ranks(2, gradient_after_the_model_is_gone, stage):
+        torch.testing.assert_close(got, x.grad, rtol=1e-12, atol=1e-12)
+
+
+def step_under_an_old_graph(stage):
+    model = zerocore.shard(build(), stage, units=UNITS)
+    optimizer = zerocore.AdamW(model.parameters())
+    old, new = (loss_of(model, dist.get_rank(), number) for number in (0, 1))
+    new.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        old.backward()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_makes_older_graphs_invalid(ranks, stage):
+    ranks(2, step_under_an_old_graph, stage)
+
+
+def write_in_forward(stage):
+    model = build()
+    frozen = model.layers[1].linear.bias.requires_grad_(False)
+    zerocore.shard(model, stage, units=UNITS)
+
+    def update(module, args):
+        module.linear.bias.mul_(0.5)
+
+    model.layers[1].register_forward_pre_hook(update)
+    for number in (0, 1):
+        loss_of(model, dist.get_rank(), number).backward()
+    return zerocore.full_state_dict(model)["layers.1.linear.bias"], zerocore.info(frozen).stop
+
+
+def test_writes_in_forward_last_or_are_errors(ranks):
+    want = build().state_dict()["layers.1.linear.bias"] * 0.25
+    for stage in (0, 1, 2):
+        for got, _ in ranks(2, write_in_forward, stage):
+            assert torch.equal(got, want)
+    with pytest.raises(AssertionError, match="unit 'layers.1' was written to while"):
+        ranks(2, write_in_forward, 3)
+
+
+def refused():
+    """Messages of errors of shard(), and of misuse afterwards."""
+    messages = []
+    model = build()
+    model.outlet.weight.grad = torch.zeros_like(model.outlet.weight)
+    with pytest.raises(ValueError) as error:
+        zerocore.shard(model, 1)
+    messages.append(str(error.value))
+    model = build()
+    model.layers[1].linear.weight.data = model.layers[0].linear.weight.data
+    with pytest.raises(ValueError) as error:
+        zerocore.shard(model, 1)
+    messages.append(str(error.value))
+    model = zerocore.shard(build(), 3, units=UNITS)
+    model.float()
+    with pytest.raises(ValueError) as error:
+        loss_of(model, 0, 0)
+    messages.append(str(error.value))
+    model = zerocore.shard(build(), 3, units=UNITS)
+    model.layers[0].register_forward_hook(lambda *_: model.state_dict() and None)
+    with pytest.raises(RuntimeError) as error:
+        loss_of(model, 0, 0)
+    messages.append(str(error.value))
+    return messages
+
+
+def test_clear_errors(ranks):
+    for gradient, tied, dtype, state in ranks(2, refused):
+        assert "outlet.weight: expected a parameter without a gradient" in gradient
+        assert "layers.1.linear.weight: expected memory of its own" in tied
+        assert "was replaced: expected Double" in dtype
+        assert "outside of a forward" in state
