@@ -35,12 +35,13 @@ class Layer(nn.Module):
         self.mode = mode
         self.linear = nn.Linear(5, 5)
         self.gain = nn.Parameter(torch.rand(5) + 0.5)
+        self.norm = nn.LayerNorm(5) if mode == "norm" else nn.Identity()
 
     def forward(self, x: Tensor, *, use_gain: bool = True) -> Any:
         """Hidden features, packed as `mode` says."""
         if self.mode == "in place":
             x.mul_(1.5)  # changes the unit's input
-        hidden = torch.tanh(self.linear(x))
+        hidden = torch.tanh(self.linear(self.norm(x)))
         if use_gain:
             hidden = hidden * self.gain
         if self.mode == "dict":
@@ -214,11 +215,13 @@ def ignored_output(model: nn.Module, rank: int, step: int, scale: float) -> None
     simple(model, rank, step, scale)
 
 
-def checkpointed(reentrant: bool, **attributes: Any) -> Callable[[], nn.Module]:
+def checkpointed(
+    reentrant: bool, mode: str = "plain", **attributes: Any
+) -> Callable[[], nn.Module]:
     """Builder of a net whose layers are recomputed in backward."""
 
     def build() -> nn.Module:
-        net = Net()
+        net = Net(mode)
         for name, value in {"reentrant": reentrant, **attributes}.items():
             setattr(net, name, value)
         return net
@@ -357,6 +360,7 @@ def tied(model: nn.Module, rank: int, step: int, scale: float) -> None:
     (model(tokens).square().mean() * scale).backward()
 
 
+PARTS = [f"layers.{i}.{part}" for i in range(3) for part in ("norm", "linear")]
 SCENARIOS = {
     "simple": Scenario(Net, simple),
     "unit called twice": Scenario(lambda: Net(order=(0, 1, 0, 2, 1)), simple),
@@ -370,7 +374,15 @@ SCENARIOS = {
         checkpointed(True, order=(0, 1, 0), places=(0,)), simple
     ),
     "root reentrant and not": Scenario(
-        checkpointed(True, order=(0, 1, 0), places=(0,)), simple, ["inlet"]
+        checkpointed(True, order=(0, 1, 2, 0), places=(0,)), simple, ["inlet"]
+    ),
+    "reentrant and at once again": Scenario(
+        checkpointed(True, order=(0, 0, 1, 2), places=(0,)), simple, ["inlet", "layers.1"]
+    ),
+    "checkpoint over parts": Scenario(checkpointed(False, "norm"), simple, PARTS),
+    "checkpoint over parts, reentrant": Scenario(checkpointed(True, "norm"), simple, PARTS),
+    "checkpoint over parts and whole, reentrant": Scenario(
+        checkpointed(True, "norm"), simple, ["layers.1", "layers.1.norm", "layers.2.norm"]
     ),
     "checkpoint over all units": Scenario(checkpointed(False, span=True), simple),
     "checkpoint over all units, reentrant": Scenario(checkpointed(True, span=True), simple),

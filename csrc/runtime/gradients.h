@@ -50,8 +50,6 @@ class Gradients {
   const at::Tensor& main() const { return main_; }
   // Moves what is in `p.grad` into the main gradient, as zeros where it is None.
   void settle();
-  // Whether the optimizer has a gradient for parameter i.
-  bool has_main(int64_t i) const { return flat_.param(i).grad().defined(); }
   // Bytes held now.
   int64_t bytes() const;
 

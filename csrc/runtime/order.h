@@ -43,7 +43,6 @@ class ReduceOrder {
   // A backward starts. participates[unit]: whether the unit has trainable parameters.
   void begin(std::vector<bool> participates);
   void ready(int unit);
-  bool is_ready(int unit) const { return ready_.at(unit); }
   // The units that may be issued now: ready, and everything before them issued.
   std::vector<int> take();
   // At the end of backward: all that were not issued, of those wanted.

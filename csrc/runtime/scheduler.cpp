@@ -60,11 +60,6 @@ void Scheduler::release(int unit) {
   prefetch();
 }
 
-void Scheduler::release_kept() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (kept_ >= 0) close(kept_);
-}
-
 void Scheduler::release_all() {
   std::lock_guard<std::mutex> lock(mutex_);
   for (size_t unit = 0; unit < states_.size(); ++unit) close(static_cast<int>(unit));

@@ -42,7 +42,6 @@ class Scheduler {
   // orders of their own: a forward without gradients has no backward to prefetch for.
   void begin_pass(bool gradients);
   void end_pass();
-  bool passing() const { return passing_; }
 
   // Returns when the unit's window is live.
   void demand(int unit);
@@ -52,7 +51,6 @@ class Scheduler {
   // the forward is the first of the backward, and is not gathered twice.
   void keep(int unit);
   void release(int unit);
-  void release_kept();
   void release_all();
   // The window's content is out of date.
   void invalidate(int unit);

@@ -125,14 +125,12 @@ void test_passes_without_gradients_have_their_own_order() {
   Scheduler scheduler(windows, 4, 1, false);
   const auto evaluate = [&] {
     scheduler.begin_pass(false);
-    CHECK(scheduler.passing());
     for (int unit = 0; unit < 4; ++unit) {
       scheduler.demand(unit);
       if (unit > 0) scheduler.release(unit);
     }
     scheduler.release_all();
     scheduler.end_pass();
-    CHECK(!scheduler.passing());
   };
   train_step(scheduler, 4);
   evaluate();
@@ -196,10 +194,6 @@ void test_kept_window_goes_when_another_is_demanded() {
   CHECK(scheduler.live(1));
   scheduler.demand(2);
   CHECK(!scheduler.live(1));
-  scheduler.keep(2);
-  scheduler.release_kept();
-  scheduler.release_kept();
-  CHECK(!scheduler.live(2));
   CHECK(scheduler.live(0));
 }
 
