@@ -121,8 +121,8 @@ class Sharded:
         self.core.seal()
         self._hook_root(model)
         for unit, plan in enumerate(plans[1:], start=1):
-            for i, module in enumerate(plan.modules):
-                self._hook_unit(module, unit, first=i == 0)
+            for module in plan.modules:
+                self._hook_unit(module, unit)
         registry.add_model(model, self)
 
     def _add_unit(self, plan: UnitPlan) -> None:
@@ -167,12 +167,11 @@ class Sharded:
         model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         model.register_forward_hook(after, always_call=True)
 
-    def _hook_unit(self, module: nn.Module, unit: int, first: bool) -> None:
+    def _hook_unit(self, module: nn.Module, unit: int) -> None:
         core = self.core
 
-        # The end of the unit's backward is seen at the inputs of its first module.
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            core.pre_forward(unit, tensors_in((args, kwargs)) if first else [])
+            core.pre_forward(unit, tensors_in((args, kwargs)))
 
         def after(_: nn.Module, args: Any, output: Any) -> None:
             core.post_forward(unit, tensors_in(output), _failed(output))

@@ -92,6 +92,13 @@ def _chosen(model: nn.Module, units: Units) -> list[str]:
             f"units: expected to match at least one module, got no match for {wanted}; the model "
             f"has {_examples(candidates)}"
         )
+    modules = dict(candidates)
+    for name in chosen:
+        if type(modules[name]).forward is nn.Module.forward:
+            raise ValueError(
+                f"units: expected modules with a forward, got {name!r} "
+                f"({type(modules[name]).__name__}), which has none; name the modules in it"
+            )
     return chosen
 
 

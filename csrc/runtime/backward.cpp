@@ -26,6 +26,7 @@ void Runtime::begin_backward() {
     unit->expected = 0;
     unit->ready = 0;
     unit->issued = unit->late = unit->in_backward = false;
+    unit->differentiating.clear();
     unit->all_trainable = true;
     for (size_t f = 0; f < unit->flats.size(); ++f) {
       const Flat& flat = *unit->flats[f];
@@ -57,17 +58,29 @@ void Runtime::before_accumulation() {
   begin_backward();
 }
 
-void Runtime::pre_backward(int unit, GradientEdge edge) {
+void Runtime::pre_backward(Call call, GradientEdge edge) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   begin_backward();
-  // The output of one unit is the input of the next: that one's backward is over, and its window
+  auto& calls = units_[call.unit]->differentiating;
+  if (std::find(calls.begin(), calls.end(), call.id) == calls.end()) calls.push_back(call.id);
+  // The output of one call is the input of the next: that one's backward is over, and its window
   // makes room for this one, though its own hook on the same tensor has yet to come.
-  for (int other = 1; other < units(); ++other) {
-    if (other != unit && units_[other]->in_backward && units_[other]->input == edge) {
-      finish_backward_of(other);
+  for (int unit = 1; unit < units(); ++unit) {
+    if (!units_[unit]->in_backward) continue;
+    for (const auto& [input, id] : units_[unit]->inputs) {
+      if (input == edge && id != call.id) leave_backward_of({unit, id});
     }
   }
-  enter_backward_of(unit);
+  enter_backward_of(call.unit);
+}
+
+// Calls of one unit may follow each other, or be nested: its window goes with the last of them.
+void Runtime::leave_backward_of(Call call) {
+  auto& calls = units_[call.unit]->differentiating;
+  const auto found = std::find(calls.begin(), calls.end(), call.id);
+  if (found == calls.end()) return;
+  calls.erase(found);
+  if (calls.empty()) finish_backward_of(call.unit);
 }
 
 void Runtime::enter_backward_of(int unit) {
@@ -90,19 +103,21 @@ void Runtime::gradient_ready(int unit, int flat, int64_t param) {
     reductions_->ready(unit);
     for (int next : reductions_->take()) reduce_unit(next);
   }
-  // With a gradient for every parameter no node is left that reads one.
-  if (state.all_trainable) finish_backward_of(unit);
+  // With a gradient for every parameter no node is left that reads one (the root stays: nested
+  // backwards may compute parts of it again).
+  if (state.all_trainable && unit != 0) finish_backward_of(unit);
 }
 
-void Runtime::post_backward(int unit) {
+void Runtime::post_backward(Call call) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (unit != 0) finish_backward_of(unit);
+  if (call.unit != 0) leave_backward_of(call);
 }
 
 void Runtime::finish_backward_of(int unit) {
   Unit& state = *units_[unit];
   if (!state.in_backward) return;
   state.in_backward = false;
+  state.differentiating.clear();
   note("end", "compute", unit, 0);
   scheduler_->release(unit);
   show(unit, View::shard);

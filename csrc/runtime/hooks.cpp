@@ -51,16 +51,16 @@ GradientEdge gradient_edge(const at::Tensor& tensor) {
   return {tensor.grad_fn().get(), tensor.output_nr()};
 }
 
-void hook_output(const at::Tensor& output, std::shared_ptr<Runtime> runtime, int unit) {
+void hook_output(const at::Tensor& output, std::shared_ptr<Runtime> runtime, Call call) {
   const GradientEdge edge = gradient_edge(output);
-  output.register_hook([runtime = std::move(runtime), unit, edge](const at::Tensor&) {
-    runtime->pre_backward(unit, edge);
+  output.register_hook([runtime = std::move(runtime), call, edge](const at::Tensor&) {
+    runtime->pre_backward(call, edge);
   });
 }
 
-void hook_input(const at::Tensor& input, std::shared_ptr<Runtime> runtime, int unit) {
+void hook_input(const at::Tensor& input, std::shared_ptr<Runtime> runtime, Call call) {
   input.register_hook(
-      [runtime = std::move(runtime), unit](const at::Tensor&) { runtime->post_backward(unit); });
+      [runtime = std::move(runtime), call](const at::Tensor&) { runtime->post_backward(call); });
 }
 
 bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }

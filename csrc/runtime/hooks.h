@@ -20,11 +20,17 @@ void hook_accumulator(torch::autograd::Node& accumulator, const std::weak_ptr<Ru
 using GradientEdge = std::pair<const torch::autograd::Node*, uint32_t>;
 GradientEdge gradient_edge(const at::Tensor& tensor);
 
-// Calls Runtime::pre_backward(unit, its edge) when the tensor's gradient is there. The graph keeps
+// One call of a module of a unit.
+struct Call {
+  int unit = 0;
+  int64_t id = 0;  // unique in the runtime
+};
+
+// Calls Runtime::pre_backward(call, the edge) when the tensor's gradient is there. The graph keeps
 // the runtime alive: a backward is possible after the model is gone.
-void hook_output(const at::Tensor& output, std::shared_ptr<Runtime> runtime, int unit);
-// Calls Runtime::post_backward(unit) when the tensor's gradient is there.
-void hook_input(const at::Tensor& input, std::shared_ptr<Runtime> runtime, int unit);
+void hook_output(const at::Tensor& output, std::shared_ptr<Runtime> runtime, Call call);
+// Calls Runtime::post_backward(call) when the tensor's gradient is there.
+void hook_input(const at::Tensor& input, std::shared_ptr<Runtime> runtime, Call call);
 
 // Whether this thread is inside a backward.
 bool inside_backward();

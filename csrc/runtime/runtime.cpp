@@ -161,7 +161,10 @@ void Runtime::begin_forward(bool gradients) {
     settle();
     phase_ = "forward";
     scheduler_->begin_pass(gradients);
-    for (const auto& unit : units_) unit->borrowed = false;
+    for (const auto& unit : units_) {
+      unit->borrowed = false;
+      unit->inputs.clear();
+    }
   }
   depth_ = 1;
   for (int unit = 0; unit < units(); ++unit) {
@@ -199,9 +202,9 @@ void Runtime::end_forward(const std::vector<at::Tensor>& outputs, bool failed) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (depth_ == 0 || --depth_ > 0) return;
   note("end", "compute", kRoot, 0);
-  units_[kRoot]->active = 0;
+  const Call call = end_call(kRoot);
   const bool gradients = !failed && needs_grad(outputs);
-  if (gradients) hook_outputs(kRoot, outputs);
+  if (gradients) hook_outputs(call, outputs);
   if (inside_backward()) return;
   show_all(View::shard);
   if (!gradients) {
@@ -216,22 +219,23 @@ void Runtime::pre_forward(int unit, const std::vector<at::Tensor>& inputs) {
   scheduler_->demand(unit);
   show(unit, View::window);
   hold_accumulators(unit);
-  ++units_[unit]->active;
-  if (!options_.persistent) hook_inputs(unit, inputs);
+  const Call call{unit, next_call_++};
+  units_[unit]->running.push_back(call.id);
+  if (!options_.persistent) hook_inputs(call, inputs);
   note("begin", "compute", unit, 0);
 }
 
 void Runtime::post_forward(int unit, const std::vector<at::Tensor>& outputs, bool failed) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   Unit& state = *units_[unit];
-  state.active = std::max(0, state.active - 1);
+  const Call call = end_call(unit);
   note("end", "compute", unit, 0);
   const bool gradients = !failed && needs_grad(outputs);
-  if (gradients) hook_outputs(unit, outputs);
+  if (gradients) hook_outputs(call, outputs);
   // Tensors that the unit gave away by other ways than its output need it from the start of
   // backward.
   if (outputs.empty() && !failed && c10::GradMode::is_enabled()) state.borrowed = true;
-  if (state.active > 0 || state.in_backward) return;
+  if (!state.running.empty() || state.in_backward) return;
   // A recomputation inside a backward is followed by its own backward.
   const bool alone = depth_ == 0 && !inside_backward();
   if (alone) {
@@ -263,15 +267,25 @@ void Runtime::hold_accumulators(int unit) {
   }
 }
 
-void Runtime::hook_outputs(int unit, const std::vector<at::Tensor>& outputs) {
+Call Runtime::end_call(int unit) {
+  std::vector<int64_t>& running = units_[unit]->running;
+  Call call{unit, -1};
+  if (!running.empty()) {
+    call.id = running.back();
+    running.pop_back();
+  }
+  return call;
+}
+
+void Runtime::hook_outputs(Call call, const std::vector<at::Tensor>& outputs) {
   for (const at::Tensor& output : outputs) {
-    if (output.requires_grad() && !output.is_leaf()) hook_output(output, shared_from_this(), unit);
+    if (output.requires_grad() && !output.is_leaf()) hook_output(output, shared_from_this(), call);
   }
 }
 
 // Autograd runs what was recorded last first. When it gets to the node that made the latest input,
 // all of the unit's nodes that were ready have run: the others belong to other calls.
-void Runtime::hook_inputs(int unit, const std::vector<at::Tensor>& inputs) {
+void Runtime::hook_inputs(Call call, const std::vector<at::Tensor>& inputs) {
   if (!c10::GradMode::is_enabled()) return;
   const at::Tensor* latest = nullptr;
   for (const at::Tensor& input : inputs) {
@@ -281,8 +295,8 @@ void Runtime::hook_inputs(int unit, const std::vector<at::Tensor>& inputs) {
     }
   }
   if (latest == nullptr) return;
-  hook_input(*latest, shared_from_this(), unit);
-  units_[unit]->input = gradient_edge(*latest);
+  hook_input(*latest, shared_from_this(), call);
+  units_[call.unit]->inputs.emplace_back(gradient_edge(*latest), call.id);
 }
 
 // ---- outside of a pass -----------------------------------------------------------------------
@@ -333,7 +347,7 @@ void Runtime::close_unit(int index, bool write) {
   if (unit.originals.empty()) {
     TORCH_CHECK(!write, "zerocore.gathered: expected write=True outside of a forward, got it for ",
                 "unit '", unit.name, "' in one");
-    if (unit.active > 0) return;
+    if (!unit.running.empty()) return;
     if (!options_.persistent) show(index, View::guard);
     scheduler_->keep(index);
     return;
@@ -368,7 +382,7 @@ std::vector<at::Tensor> Runtime::full_tensors(int unit, int flat) {
 
 bool Runtime::computing() const {
   return depth_ > 0 || std::any_of(units_.begin(), units_.end(),
-                                   [](const auto& unit) { return unit->active > 0; });
+                                   [](const auto& unit) { return !unit->running.empty(); });
 }
 
 void Runtime::settle() {
@@ -381,7 +395,7 @@ void Runtime::settle() {
     scheduler_->release_all();
     show_all(View::shard);
   }
-  for (const auto& unit : units_) unit->active = 0;
+  for (const auto& unit : units_) unit->running.clear();
   notice_changes();
   phase_ = "idle";
 }

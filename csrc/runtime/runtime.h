@@ -61,8 +61,7 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   void begin_forward(bool gradients);
   // failed: an exception is on its way.
   void end_forward(const std::vector<at::Tensor>& outputs, bool failed);
-  // inputs: of the unit's first module; when the gradient of the latest of them is there, the
-  // unit's backward is over.
+  // inputs: when the gradient of the latest of them is there, the backward of this call is over.
   void pre_forward(int unit, const std::vector<at::Tensor>& inputs);
   void post_forward(int unit, const std::vector<at::Tensor>& outputs, bool failed);
 
@@ -101,8 +100,8 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   [[noreturn]] void no_room(int unit) override;
 
   // For the hooks.
-  void pre_backward(int unit, GradientEdge edge);
-  void post_backward(int unit);
+  void pre_backward(Call call, GradientEdge edge);
+  void post_backward(Call call);
   void before_accumulation();
   void gradient_ready(int unit, int flat, int64_t param);
 
@@ -121,13 +120,15 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
     bool issued = false;                  // the reduction of this backward was launched
     bool late = false;                    // a gradient came after it
     std::vector<std::vector<bool>> used;  // gradients that went into it. [flat][param]
-    int active = 0;                       // forwards of its modules under way
-    GradientEdge input{};                 // with its gradient a backward of the unit is over
-    bool borrowed = false;                // read by others in this pass, through open()
-    int opened = 0;                       // open() without close()
-    bool write = false;                   // some close() wanted to
-    std::vector<at::Tensor> originals;    // full buffers while opened outside a forward. [flat]
-    std::vector<int64_t> versions;        // [flat]
+    std::vector<int64_t> running;         // calls whose forward is under way, innermost last
+    // With the gradient of its input the backward of a call is over.
+    std::vector<std::pair<GradientEdge, int64_t>> inputs;
+    std::vector<int64_t> differentiating;  // calls whose backward is under way
+    bool borrowed = false;                 // read by others in this pass, through open()
+    int opened = 0;                        // open() without close()
+    bool write = false;                    // some close() wanted to
+    std::vector<at::Tensor> originals;     // full buffers while opened outside a forward. [flat]
+    std::vector<int64_t> versions;         // [flat]
   };
 
   bool computing() const;
@@ -138,11 +139,13 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   void notice_changes();
   at::Tensor gather_original(int unit, int flat);
   int64_t window_bytes(int unit) const;
-  void hook_outputs(int unit, const std::vector<at::Tensor>& outputs);
-  void hook_inputs(int unit, const std::vector<at::Tensor>& inputs);
+  void hook_outputs(Call call, const std::vector<at::Tensor>& outputs);
+  void hook_inputs(Call call, const std::vector<at::Tensor>& inputs);
+  Call end_call(int unit);
 
   void begin_backward();
   void enter_backward_of(int unit);
+  void leave_backward_of(Call call);
   void end_backward();
   void reduce_unit(int unit);
   void finish_backward_of(int unit);
@@ -173,6 +176,7 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   // Hooks come from the threads of autograd, calls from the user's.
   std::recursive_mutex mutex_;
   int next_channel_ = 0;
+  int64_t next_call_ = 0;
   int depth_ = 0;  // of nested forwards of the root
   bool sync_ = true;
   bool in_backward_ = false;
