@@ -108,7 +108,6 @@ Units issue(ReduceOrder& order, const std::vector<bool>& participates, const Uni
   for (int unit : ready) {
     order.ready(unit);
     is_ready[static_cast<size_t>(unit)] = true;
-    CHECK(order.is_ready(unit));
     for (int next : order.take()) {
       CHECK(is_ready[static_cast<size_t>(next)]);
       issued.push_back(next);
