@@ -46,7 +46,9 @@ void Runtime::begin_backward() {
   backward_task_ = task;
   torch::autograd::Engine::get_default_engine().queue_callback(
       [self = shared_from_this(), task] { self->end_backward(); });
-  // What was read through open() may be needed by any node; so may any resident parameter.
+  // The root's parameters may be needed by any node: a loss may come from inside the model too. So
+  // may what was read through open(), and any resident parameter.
+  if (scheduler_->live(0)) enter_backward_of(0);
   for (int unit = 0; unit < units(); ++unit) {
     if (units_[unit]->borrowed) enter_backward_of(unit);
     if (options_.persistent && scheduler_->live(unit)) show(unit, View::window);

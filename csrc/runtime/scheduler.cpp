@@ -29,7 +29,11 @@ void Scheduler::end_pass() {
 
 void Scheduler::demand(int unit) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (kept_ >= 0 && kept_ != unit && unit != kRoot) close(kept_);
+  if (kept_ == unit) {
+    kept_ = -1;  // in use again: what it needs inside may not close it
+  } else if (kept_ >= 0 && unit != kRoot) {
+    close(kept_);
+  }
   order().visit(unit);
   if (states_[unit] == State::released) start_or_throw(unit);
   if (states_[unit] == State::gathering) {

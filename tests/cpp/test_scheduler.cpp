@@ -191,7 +191,10 @@ void test_kept_window_goes_when_another_is_demanded() {
   scheduler.demand(0);  // the root takes nobody's place
   CHECK(scheduler.live(1));
   scheduler.demand(1);
+  scheduler.demand(2);  // in the middle of 1, which is in use again
   CHECK(scheduler.live(1));
+  scheduler.release(2);
+  scheduler.keep(1);
   scheduler.demand(2);
   CHECK(!scheduler.live(1));
   CHECK(scheduler.live(0));
