@@ -195,6 +195,27 @@ def test_writes_in_forward_last_or_are_errors(ranks):
         ranks(2, write_in_forward, 3)
 
 
+def step_before_shard(kind, stage):
+    """The message of the step after shard() of an optimizer that stepped before it."""
+    zerocore.shard(build(), 3)  # so that steps are watched already
+    model = build()
+    optimizer = kind(model.parameters(), lr=0.1)
+    loss_of(model, 0, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    zerocore.shard(model, stage, units=UNITS)
+    loss_of(model, dist.get_rank(), 0).backward()
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, zerocore.AdamW])
+def test_state_of_whole_parameters_is_refused(ranks, kind):
+    for message in ranks(2, step_before_shard, kind, 2):
+        assert "expected optimizer state of shards" in message
+
+
 def refused():
     """Messages of errors of shard(), and of misuse afterwards."""
     messages = []

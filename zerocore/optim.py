@@ -99,7 +99,7 @@ class AdamW(torch.optim.Optimizer):
             "decoupled": decoupled,
         }
         self._buffers: list[_Buffer] | None = None
-        self._planned: list[int] = []
+        self._planned: tuple[int, ...] = ()
         super().__init__(params, defaults)
         self.max_grad_norm = max_grad_norm
         self.grad_norm: torch.Tensor | None = None
@@ -134,10 +134,10 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        params = [id(p) for group in self.param_groups for p in group["params"]]
-        if self._buffers is None or params != self._planned:
+        fingerprint = registry.fingerprint(self)
+        if self._buffers is None or fingerprint != self._planned:
             self._buffers = self._plan()
-            self._planned = params
+            self._planned = fingerprint
         scale = None
         if self.max_grad_norm is not None:
             scale = self._clip()

@@ -39,9 +39,19 @@ _entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _models: weakref.WeakKeyDictionary[nn.Module, Sharded] = weakref.WeakKeyDictionary()
 
 
+_added = 0  # parameters taken over so far
+
+
 def add_param(param: nn.Parameter, entry: Entry) -> None:
     """Remembers a parameter for as long as it lives."""
+    global _added
     _entries[param] = entry
+    _added += 1
+
+
+def fingerprint(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    """Changes when the optimizer gets other parameters, or when any are taken over by `shard`."""
+    return (_added, *(id(p) for group in optimizer.param_groups for p in group["params"]))
 
 
 def add_model(model: nn.Module, sharded: Sharded) -> None:

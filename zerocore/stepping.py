@@ -24,7 +24,9 @@ _ELEMENTWISE = tuple(
 
 _Places = dict[Sharded, set[tuple[int, int]]]
 _checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_places: weakref.WeakKeyDictionary[Optimizer, tuple[int, dict]] = weakref.WeakKeyDictionary()
+_places: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], dict]] = (
+    weakref.WeakKeyDictionary()
+)
 _installed = False
 
 
@@ -53,16 +55,16 @@ def _after(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 def _places_of(optimizer: Optimizer) -> _Places:
     """The flat buffers whose parameters the optimizer steps."""
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    fingerprint = registry.fingerprint(optimizer)
     known = _places.get(optimizer)
-    if known is None or known[0] != count:
+    if known is None or known[0] != fingerprint:
         found: dict[weakref.ref[Sharded], set[tuple[int, int]]] = {}
         for group in optimizer.param_groups:
             for param in group["params"]:
                 entry = registry.entry_of(param)
                 if entry is not None:
                     found.setdefault(entry.sharded, set()).add((entry.unit, entry.flat))
-        known = _places[optimizer] = (count, found)
+        known = _places[optimizer] = (fingerprint, found)
     return {sharded: flats for ref, flats in known[1].items() if (sharded := ref()) is not None}
 
 

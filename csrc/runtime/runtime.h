@@ -149,7 +149,7 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   void end_backward();
   void reduce_unit(int unit);
   void finish_backward_of(int unit);
-  // What ranks tell each other at the end of a backward: one byte a parameter and two a unit.
+  // What ranks tell each other at the end of a backward: see [Note: agreement].
   struct Agreement {
     std::vector<std::vector<std::vector<bool>>> used;  // by any rank: [unit][flat][param]
     std::vector<bool> late;
