@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -38,14 +39,24 @@ STAGES = {
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Computation in a narrow dtype over fp32 master parameters and main gradients.
+    """Computation in a narrow dtype over a master copy of the trainable parameters.
+
+    Only floating tensors are ever cast: integer, bool and complex parameters and buffers keep their
+    dtype and their bytes. Parameters that are frozen when `zerocore.shard` is called keep their
+    dtype as well (they are cast in their window).
 
     Attributes:
         param: dtype of the full parameters that modules compute with, and of floating inputs of the
-            model, which are cast to it. Parameters that are not floating keep their dtype.
+            model, which are cast to it.
         reduce: dtype in which gradients travel; sums are taken in fp32 and rounded to it once.
             None: the same as `param`.
+        buffer: dtype of floating buffers while modules compute. Their values are kept, and saved,
+            in the buffers' own dtype. None: the buffers' own.
         output: dtype to which floating outputs of the model are cast. None: left as they are.
+        accumulate: dtype of gradients that are added up over micro-batches: of the main gradient,
+            and of the full local one that `zerocore.no_sync` keeps.
+        master: dtype in which trainable parameters are kept and stepped (and so, of the optimizer's
+            moments). None: no master copy, parameters are kept in `param` itself.
 
     Raises:
         ValueError: if a dtype is not a floating one.
@@ -53,16 +64,19 @@ class MixedPrecision:
 
     param: torch.dtype = torch.bfloat16
     reduce: torch.dtype | None = None
+    buffer: torch.dtype | None = None
     output: torch.dtype | None = None
+    accumulate: torch.dtype = torch.float32
+    master: torch.dtype | None = torch.float32
 
     def __post_init__(self) -> None:
-        for name in ("param", "reduce", "output"):
-            dtype = getattr(self, name)
-            optional = name != "param"
+        for field in dataclasses.fields(self):
+            dtype = getattr(self, field.name)
+            optional = field.name not in ("param", "accumulate")
             if dtype is None and optional:
                 continue
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
                 raise ValueError(
-                    f"MixedPrecision({name}=...): expected a floating torch dtype"
+                    f"MixedPrecision({field.name}=...): expected a floating torch dtype"
                     f"{' or None' if optional else ''}, got {dtype!r}"
                 )
