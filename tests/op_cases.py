@@ -34,15 +34,15 @@ LR, BETAS, EPS = 1e-2, (0.9, 0.999), 1e-8
 
 
 def hyper(step, lr=LR, betas=BETAS, eps=EPS, weight_decay=0.1, decoupled=True):
-    corrections = [1 - beta**step for beta in betas]
-    return [lr, *betas, eps, weight_decay, *corrections, float(decoupled)]
+    """For step number `step`, counted from 1: the steps taken before it, and a row of hyper."""
+    return step - 1, [lr, *betas, eps, weight_decay, float(decoupled)]
 
 
 def tables(segments):
-    """Tensors `ranges` and `hyper` from a list of (start, stop, row)."""
+    """Tensors `ranges`, `hyper` and `steps` from a list of (start, stop, hyper(...))."""
     ranges = torch.tensor([s[:2] for s in segments], dtype=torch.int64).reshape(-1, 2)
-    rows = torch.tensor([s[2] for s in segments], dtype=torch.float64).reshape(-1, 8)
-    return ranges, rows
+    rows = torch.tensor([s[2][1] for s in segments], dtype=torch.float64).reshape(-1, 6)
+    return ranges, rows, [torch.tensor(float(s[2][0])) for s in segments]
 
 
 class State:
@@ -63,9 +63,10 @@ class State:
         return [None if t is None else t.clone() for t in self.tensors(start, stop)]
 
 
-def step(tensors, segments=None, call=None, **extra):
+def step(tensors, segments=None, call=None, steps=None, **extra):
     if segments is None:
         segments = [(0, tensors[0].numel(), hyper(3))]
-    args = (*tensors, *tables(segments), extra.get("grad_scale"), extra.get("found_inf"))
-    (call or ops.fused_adamw_)(*args)
+    ranges, rows, counts = tables(segments)
+    optional = (extra.get("grad_scale"), extra.get("found_inf"))
+    (call or ops.fused_adamw_)(*tensors, ranges, rows, steps or counts, *optional)
     return tensors

@@ -176,9 +176,10 @@ def test_opcheck():
     inputs = [randn(3, 5).t(), None, randn(4).half()]
     opcheck(z.pack_.default, (torch.ones(40), inputs, [1, 17, 20]))
     opcheck(z.pack_.default, (torch.ones(40), [randn(3, 5)], [1], 0.5))
-    segments = tables([(0, 10, hyper(3)), (12, 40, hyper(1))])
-    opcheck(z.fused_adamw_.default, (*state.clone(), *segments, *extras))
-    opcheck(z.fused_adamw_.default, (*State(40).clone(), *segments))
+    segments = [(0, 10, hyper(3)), (12, 40, hyper(1))]
+    opcheck(z.fused_adamw_.default, (*state.clone(), *tables(segments), *extras))
+    opcheck(z.fused_adamw_.default, (*State(40).clone(), *tables(segments)))
+    opcheck(z.fused_adamw_.default, (*State(40).clone(), *tables([])))
     opcheck(z.sumsq.default, (randn(40),))
     opcheck(z.sumsq.default, (randn(5, 8).t(),))
     opcheck(z.sum_shards_.default, (torch.ones(40), [randn(40), randn(40, seed=1)], True))

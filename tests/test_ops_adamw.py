@@ -19,6 +19,7 @@ from op_cases import (
     step,
     tables,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerocore import ops
 
@@ -57,21 +58,76 @@ def test_adamw_is_as_exact_as_torch(isa, grad, weight_decay, decoupled, betas):
     assert error.square().mean().sqrt() <= 2 * allowed.square().mean().sqrt()
 
 
-def test_adamw_is_torchs_arithmetic_bit_for_bit_but_for_the_square_root(isa):
-    # With v = 0 and no decay of it there is no square root to differ in (torch takes MKL's).
-    s = State(1000).tensors()
-    s[3].zero_()
-    s[1].mul_(0.01)
-    row = hyper(3, betas=(0.9, 1.0), eps=0.5)
-    row[6] = 0.25
-    p, g, m, v, _ = (None if t is None else t.clone() for t in s)
-    step(s, [(0, 1000, row)])
-    p.mul_(1 - LR * 0.1)
-    m.lerp_(g, 1 - 0.9)
-    v.mul_(1.0).addcmul_(g, g, value=0.0)
-    p.addcdiv_(m, (v.sqrt() / math.sqrt(0.25)).add_(0.5), value=-(LR / row[5]))
-    for ours, theirs in zip((s[0], s[2], s[3]), (p, m, v), strict=True):
-        assert_same_bits(ours, theirs)
+@pytest.mark.parametrize("grad_dtype", FLOATS[:3], ids=name_of)
+@pytest.mark.parametrize("count", [1, 3, 1000, 2**24])
+def test_adamw_is_torchs_arithmetic_bit_for_bit_but_for_the_square_root(isa, count, grad_dtype):
+    # With tiny gradients the second moment becomes exactly 1, whose root torch (which takes MKL's)
+    # cannot round differently.
+    betas, results = (0.9, 0.5), []
+    start = State(1000)
+    for t in (start.param, start.exp_avg, start.grad):
+        t.mul_(1e-6)
+    start.exp_avg_sq.fill_(2.0)
+    start.grad = start.grad.to(grad_dtype)
+    for decoupled in (True, False):
+        ours = step(start.clone(), [(0, 1000, hyper(count, betas=betas, decoupled=decoupled))])
+        p = start.param.clone().requires_grad_()
+        cls = torch.optim.AdamW if decoupled else torch.optim.Adam
+        peer = cls([p], lr=LR, betas=betas, eps=EPS, weight_decay=0.1, foreach=False)
+        m, v = start.exp_avg.clone(), start.exp_avg_sq.clone()
+        peer.state[p] = {"step": torch.tensor(count - 1.0), "exp_avg": m, "exp_avg_sq": v}
+        p.grad = start.grad.float()
+        peer.step()
+        for mine, theirs in zip((ours[0], ours[2], ours[3]), (p.detach(), m, v), strict=True):
+            assert_same_bits(mine, theirs)
+        assert (ours[3] == 1).all() and (ours[0] != start.param).all()
+        results.append(ours[0])
+    assert (results[0] != results[1]).any()
+
+
+def call_of(which):
+    return functools.partial(composite, "fused_adamw_") if which == "composite" else None
+
+
+@pytest.mark.parametrize("which", ["kernel", "composite"])
+def test_adamw_counts_steps(which):
+    """Shared counts count once a call, those of empty segments too; the shape of one is free."""
+    state = State(3000)
+    counts = [torch.tensor(4.0), torch.tensor([[9.0]]), torch.tensor([0.0])]
+    steps = [counts[0], counts[1], counts[0], counts[1].view(()), counts[2]]
+    bounds = [(0, 1000), (1000, 1400), (1400, 2000), (2000, 2999), (2999, 2999)]
+    segments = [(*b, hyper(0)) for b in bounds]
+    call = call_of(which)
+    ours = step(state.clone(), segments, call, steps=steps)
+    numbers = [(*b, hyper(t)) for b, t in zip(bounds, [5, 10, 5, 10, 1], strict=True)]
+    for a, b in zip(ours, step(state.clone(), numbers, call), strict=True):
+        assert a is b is None or assert_same_bits(a, b) is None
+    assert [c.item() for c in counts] == [5.0, 10.0, 1.0]
+    step(ours, segments, call, steps=steps, found_inf=torch.tensor(0.0))
+    assert [c.item() for c in counts] == [6.0, 11.0, 2.0]
+    step(ours, segments, call, steps=steps, found_inf=torch.tensor([1.0]))
+    assert [c.item() for c in counts] == [6.0, 11.0, 2.0]
+
+
+def test_adamw_composite_reads_nothing_on_the_host():
+    """No operator that hands a value of the device to the host is called."""
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.add(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    called = set()
+    extra = dict(grad_scale=torch.tensor(0.5), found_inf=torch.tensor(0.0))
+    with Record():
+        step(State(100).clone(), call=call_of("composite"), **extra)
+        torch.tensor(1.0).item()  # seen, if there is one
+    assert "lerp" in called and "pow" in called
+    assert called & {"_local_scalar_dense", "equal", "nonzero"} == {"_local_scalar_dense"}
+    called.clear()
+    with Record():
+        step(State(100).clone(), call=call_of("composite"), **extra)
+    assert "lerp" in called and not called & {"_local_scalar_dense", "equal", "nonzero"}
 
 
 @pytest.mark.parametrize("low", FLOATS[1:3], ids=name_of)
@@ -139,11 +195,13 @@ def test_adamw_scales_the_gradient(isa):
 
 @pytest.mark.parametrize("which", ["kernel", "composite"])
 def test_adamw_changes_nothing_when_a_gradient_is_not_finite(isa, which):
-    call = functools.partial(composite, "fused_adamw_") if which == "composite" else None
+    call = call_of(which)
     state = State(1000, low=torch.bfloat16)
     state.grad[5] = math.inf
     for flag in (1.0, -2.0, math.inf, math.nan):
-        after = step(state.clone(), call=call, found_inf=torch.tensor(flag))
+        count = torch.tensor(2.0)
+        after = step(state.clone(), call=call, found_inf=torch.tensor(flag), steps=[count])
+        assert count == 2
         for a, b in zip(after, state.tensors(), strict=True):
             assert_same_bits(a, b)
     after = step(state.clone(), call=call, found_inf=torch.tensor([0.0]))
@@ -160,8 +218,7 @@ def test_adamw_composite_equals_the_kernel(grad, low):
     ]
     extra = dict(grad_scale=torch.tensor(0.7), found_inf=torch.tensor(0.0))
     kernel = step(state.clone(), segments, **extra)
-    call = functools.partial(composite, "fused_adamw_")
-    other = step(state.clone(), segments, call, **extra)
+    other = step(state.clone(), segments, call_of("composite"), **extra)
     for a, b in zip(kernel[:4], other[:4], strict=True):
         torch.testing.assert_close(a, b, rtol=3e-7, atol=1e-8)  # torch's square root is not exact
     if low is not None:
@@ -195,10 +252,17 @@ ADAMW_ERRORS = [
     (5, lambda s: torch.tensor([[50, 40]]), r"expected ranges .* got \[50, 40\) in row 0"),
     (5, lambda s: torch.tensor([[0, 9, 9]]), r"expected ranges .* shape \[k, 2\], got shape"),
     (5, lambda s: torch.tensor([[0.0, 9.0]]), r"expected ranges to be a CPU Long tensor .* Float"),
-    (6, lambda s: torch.ones(2, 8).double(), r"expected hyper .* \[1, 8\], got shape \[2, 8\]"),
-    (6, lambda s: torch.ones(1, 8), r"expected hyper to be a CPU Double tensor .* of Float"),
-    (7, lambda s: torch.ones(2), r"expected grad_scale to be one float32 element, got shape \[2\]"),
-    (8, lambda s: torch.ones(1).half(), r"expected found_inf to be one float32 element.* of Half"),
+    (6, lambda s: torch.ones(2, 6).double(), r"expected hyper .* \[1, 6\], got shape \[2, 6\]"),
+    (6, lambda s: torch.ones(1, 6), r"expected hyper to be a CPU Double tensor .* of Float"),
+    (7, lambda s: [], r"expected steps to have one tensor per row of ranges \(1\), got 0"),
+    (
+        7,
+        lambda s: [torch.ones(2)],
+        r"expected steps\[0\] to be one float32 .* shape \[2\] of Float",
+    ),
+    (7, lambda s: [torch.ones(1).int()], r"expected steps\[0\] to be one float32 element.* of Int"),
+    (8, lambda s: torch.ones(2), r"expected grad_scale to be one float32 element, got shape \[2\]"),
+    (9, lambda s: torch.ones(1).half(), r"expected found_inf to be one float32 element.* of Half"),
 ]
 
 
@@ -209,6 +273,13 @@ def test_adamw_refuses_bad_arguments(case):
     args[index] = make(args)
     with pytest.raises(ValueError, match="fused_adamw_: " + message):
         ops.fused_adamw_(*args)
+
+
+def test_adamw_refuses_a_step_count_elsewhere():
+    with pytest.raises(
+        ValueError, match=r"expected steps\[0\] on the device of param \(cpu\), got"
+    ):
+        step(State(100).tensors(), call=call_of("composite"), steps=[torch.ones(1, device="meta")])
 
 
 def test_adamw_refuses_overlapping_segments():

@@ -40,13 +40,15 @@ def fused_adamw_(
     low_precision: Tensor | None,
     ranges: Tensor,
     hyper: Tensor,
+    steps: Sequence[Tensor],
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
     """Do one AdamW or Adam step over segments of flat tensors, in one pass over them.
 
     The arithmetic is that of torch.optim.AdamW. The bits of an element do not depend on where it
-    lies, on the number of threads or on the CPU's instruction set.
+    lies, on the number of threads or on the CPU's instruction set. Nothing on the host depends on
+    `grad_scale`, `found_inf` or `steps`: a device is not waited for.
 
     Args:
         param, exp_avg, exp_avg_sq: 1-D, contiguous, of one size; float32 (others are slower).
@@ -54,13 +56,20 @@ def fused_adamw_(
         low_precision: the same size, bfloat16 or float16; receives the rounded new parameter.
         ranges: int64 [k, 2] on the CPU: [start, stop) of each segment, ascending and disjoint.
             Elements outside them stay as they are.
-        hyper: float64 [k, 8] on the CPU: lr, beta1, beta2, eps, weight_decay, 1 - beta1**step,
-            1 - beta2**step, decoupled (1: AdamW, 0: Adam with an L2 term) of each segment.
+        hyper: float64 [k, 6] on the CPU: lr, beta1, beta2, eps, weight_decay, decoupled (1: AdamW,
+            0: Adam with an L2 term) of each segment.
+        steps: k tensors of one float32 element on param's device: how many steps each segment has
+            taken. This step is number steps[i] + 1, which is stored there, for an empty segment
+            too. One tensor may stand for several segments; it counts once a call.
         grad_scale: one float32 element on param's device, multiplied into the gradient.
-        found_inf: one float32 element on param's device; if it is not zero nothing changes.
+        found_inf: one float32 element on param's device; if it is not zero nothing changes,
+            step counts included.
+
+    Raises:
+        ValueError: if a shape, dtype, device or length is not the one above.
     """
     torch.ops.zerocore.fused_adamw_(
-        param, grad, exp_avg, exp_avg_sq, low_precision, ranges, hyper, grad_scale, found_inf
+        param, grad, exp_avg, exp_avg_sq, low_precision, ranges, hyper, steps, grad_scale, found_inf
     )
 
 
@@ -101,6 +110,7 @@ def _(
     low_precision,
     ranges,
     hyper,
+    steps,
     grad_scale=None,
     found_inf=None,
 ):

@@ -9,13 +9,8 @@ from typing import Any
 
 import torch
 
-from zerocore import _C, norm, ops, registry
+from zerocore import norm, ops, registry
 from zerocore.runtime import Sharded
-
-
-def _padded(stop: int) -> int:
-    """Where the next parameter of a flat buffer begins."""
-    return -(-stop // _C.ALIGNMENT) * _C.ALIGNMENT
 
 
 @dataclass
@@ -207,34 +202,18 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         ranges: list[tuple[int, int]] = []
         hyper: list[tuple[float, ...]] = []
+        steps: list[torch.Tensor] = []
         stepped: list[torch.Tensor] = []
         for param, start, stop in buffer.members:
             if param.grad is None:
                 continue
-            step = self._advance(buffer, param, start, stop)
             stepped.append(param)
-            if start == stop:
-                continue
             group = groups[id(param)]
             beta1, beta2 = group["betas"]
-            row = (
-                float(group["lr"]),
-                beta1,
-                beta2,
-                group["eps"],
-                group["weight_decay"],
-                1.0 - beta1**step,
-                1.0 - beta2**step,
-                float(group["decoupled"]),
-            )
-            # Neighbours with the same numbers make one range; the padding between them is zero and
-            # stays so.
-            adjacent = ranges and start == _padded(ranges[-1][1])
-            if adjacent and hyper[-1] == row:
-                ranges[-1] = (ranges[-1][0], stop)
-            else:
-                ranges.append((start, stop))
-                hyper.append(row)
+            row = (float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
+            ranges.append((start, stop))
+            hyper.append((*row, float(group["decoupled"])))
+            steps.append(self._step_count(buffer, param, start, stop))
         if ranges:
             ops.fused_adamw_(
                 buffer.values(),
@@ -244,18 +223,20 @@ class AdamW(torch.optim.Optimizer):
                 None,
                 torch.tensor(ranges, dtype=torch.int64),
                 torch.tensor(hyper, dtype=torch.float64),
+                steps,
                 scale,
             )
         # The kernel wrote to the flat shard: tell autograd, for graphs that need the old values.
         torch.autograd.graph.increment_version(stepped)
 
-    def _advance(self, buffer: _Buffer, param: torch.Tensor, start: int, stop: int) -> float:
-        """Counts a step of `param`, whose state is made on the first one."""
+    def _step_count(
+        self, buffer: _Buffer, param: torch.Tensor, start: int, stop: int
+    ) -> torch.Tensor:
+        """The steps that `param` has taken; its state is made on the first one."""
         state = self.state[param]
         if not state:
             self._make_moments(buffer)
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
             state["exp_avg"] = buffer.exp_avg[start:stop].view(param.shape)
             state["exp_avg_sq"] = buffer.exp_avg_sq[start:stop].view(param.shape)
-        state["step"] += 1
-        return state["step"].item()
+        return state["step"]

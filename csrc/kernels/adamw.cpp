@@ -27,9 +27,16 @@ void fused_adamw(const AdamWTensors& tensors, const AdamWSegment* segments, int6
   const Loops::AdamW step =
       loops().adamw[static_cast<int>(tensors.grad_dtype)][static_cast<int>(low)];
 
+  // All counts are read before one is written: segments may share them.
+  std::vector<float> taken(static_cast<size_t>(count));
   std::vector<AdamWCoefficients<float>> coefficients(static_cast<size_t>(count));
-  std::transform(segments, segments + count, coefficients.begin(),
-                 [](const AdamWSegment& segment) { return adamw_coefficients(segment.hyper); });
+  for (size_t i = 0; i < taken.size(); ++i) {
+    taken[i] = *tensors.steps[i] + 1.0f;
+    coefficients[i] = adamw_coefficients(segments[i].hyper, taken[i]);
+  }
+  for (size_t i = 0; i < taken.size(); ++i) {
+    *tensors.steps[i] = taken[i];
+  }
 
   const int64_t first = segments[0].start / kBlock;
   const int64_t blocks = (segments[count - 1].stop + kBlock - 1) / kBlock - first;

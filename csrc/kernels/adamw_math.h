@@ -18,16 +18,14 @@
 
 namespace zerocore::kernels {
 
-// Hyperparameters of one segment at one step t (counted from 1).
+// Hyperparameters of one segment.
 struct AdamWHyper {
   double lr;
   double beta1;
   double beta2;
   double eps;
   double weight_decay;
-  double bias_correction1;  // 1 - beta1^t
-  double bias_correction2;  // 1 - beta2^t
-  bool decoupled;           // true: AdamW; false: Adam with an L2 term in the gradient
+  bool decoupled;  // true: AdamW; false: Adam with an L2 term in the gradient
 };
 
 // What the elements need of them, computed in f64 and rounded once to fp32. Value: float or a
@@ -39,14 +37,15 @@ struct AdamWCoefficients {
   Value lerp_weight;   // of (grad - exp_avg)
   Value beta2;
   Value one_minus_beta2;
-  Value root_correction2;  // sqrt(bias_correction2)
+  Value root_correction2;  // sqrt(1 - beta2^step)
   Value eps;
-  Value negative_step;  // -lr / bias_correction1
+  Value negative_step;  // -lr / (1 - beta1^step)
   bool has_l2;
   bool lerp_from_grad;  // lerp starts at the nearer end: exact at both ends
 };
 
-inline AdamWCoefficients<float> adamw_coefficients(const AdamWHyper& hyper) {
+// Of step number `step`, counted from 1.
+inline AdamWCoefficients<float> adamw_coefficients(const AdamWHyper& hyper, double step) {
   AdamWCoefficients<float> out;
   const double decay = hyper.decoupled ? hyper.lr * hyper.weight_decay : 0.0;
   out.param_factor = static_cast<float>(1.0 - decay);
@@ -57,9 +56,9 @@ inline AdamWCoefficients<float> adamw_coefficients(const AdamWHyper& hyper) {
   out.lerp_weight = out.lerp_from_grad ? weight - 1.0f : weight;
   out.beta2 = static_cast<float>(hyper.beta2);
   out.one_minus_beta2 = static_cast<float>(1.0 - hyper.beta2);
-  out.root_correction2 = static_cast<float>(std::sqrt(hyper.bias_correction2));
+  out.root_correction2 = static_cast<float>(std::sqrt(1.0 - std::pow(hyper.beta2, step)));
   out.eps = static_cast<float>(hyper.eps);
-  out.negative_step = static_cast<float>(-(hyper.lr / hyper.bias_correction1));
+  out.negative_step = static_cast<float>(-(hyper.lr / (1.0 - std::pow(hyper.beta1, step))));
   return out;
 }
 

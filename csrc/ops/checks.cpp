@@ -51,15 +51,27 @@ void check_adamw_array(const char* name, const at::Tensor& tensor, const at::Ten
                     " to be floating point, got ", tensor.scalar_type());
 }
 
-void check_one_float(const char* name, const std::optional<at::Tensor>& tensor,
-                     const at::Tensor& param) {
-  if (!tensor.has_value() || !tensor->defined()) {
-    return;
+void check_one_float(const std::string& name, const at::Tensor& tensor, const at::Tensor& param) {
+  check_device(kAdamW, name, tensor, "param", param);
+  TORCH_CHECK_VALUE(tensor.numel() == 1 && tensor.scalar_type() == at::kFloat, kAdamW,
+                    ": expected ", name, " to be one float32 element, got shape ", tensor.sizes(),
+                    " of ", tensor.scalar_type());
+}
+
+void check_optional_float(const char* name, const std::optional<at::Tensor>& tensor,
+                          const at::Tensor& param) {
+  if (tensor.has_value() && tensor->defined()) {
+    check_one_float(name, *tensor, param);
   }
-  check_device(kAdamW, name, *tensor, "param", param);
-  TORCH_CHECK_VALUE(tensor->numel() == 1 && tensor->scalar_type() == at::kFloat, kAdamW,
-                    ": expected ", name, " to be one float32 element, got shape ", tensor->sizes(),
-                    " of ", tensor->scalar_type());
+}
+
+void check_steps(at::TensorList steps, int64_t rows, const at::Tensor& param) {
+  TORCH_CHECK_VALUE(static_cast<int64_t>(steps.size()) == rows, kAdamW,
+                    ": expected steps to have one tensor per row of ranges (", rows, "), got ",
+                    steps.size());
+  for (size_t i = 0; i < steps.size(); ++i) {
+    check_one_float(c10::str("steps[", i, "]"), steps[i], param);
+  }
 }
 
 void check_table(const char* name, const at::Tensor& tensor, at::ScalarType dtype, int64_t rows,
@@ -81,14 +93,13 @@ std::vector<kernels::AdamWSegment> to_segments(const at::Tensor& ranges, const a
   std::vector<kernels::AdamWSegment> segments;
   segments.reserve(static_cast<size_t>(ranges.size(0)));
   int64_t last = 0;
-  for (int64_t i = 0; i < ranges.size(0); ++i, range += 2, h += 8) {
+  for (int64_t i = 0; i < ranges.size(0); ++i, range += 2, h += 6) {
     TORCH_CHECK_VALUE(range[0] >= last && range[1] >= range[0] && range[1] <= numel, kAdamW,
                       ": expected ranges to be ascending, disjoint and inside [0, ", numel,
                       "), got [", range[0], ", ", range[1], ") in row ", i, " after ", last);
     last = range[1];
     segments.push_back(kernels::AdamWSegment{
-        range[0], range[1],
-        kernels::AdamWHyper{h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7] != 0.0}});
+        range[0], range[1], kernels::AdamWHyper{h[0], h[1], h[2], h[3], h[4], h[5] != 0.0}});
   }
   return segments;
 }
@@ -133,8 +144,8 @@ void check_pack(const at::Tensor& out, const OptionalTensors& inputs, at::IntArr
 std::vector<kernels::AdamWSegment> check_fused_adamw(
     const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg,
     const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& low_precision,
-    const at::Tensor& ranges, const at::Tensor& hyper, const std::optional<at::Tensor>& grad_scale,
-    const std::optional<at::Tensor>& found_inf) {
+    const at::Tensor& ranges, const at::Tensor& hyper, at::TensorList steps,
+    const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf) {
   check_adamw_array("param", param, param);
   check_adamw_array("grad", grad, param);
   check_adamw_array("exp_avg", exp_avg, param);
@@ -142,10 +153,11 @@ std::vector<kernels::AdamWSegment> check_fused_adamw(
   if (low_precision.has_value() && low_precision->defined()) {
     check_adamw_array("low_precision", *low_precision, param);
   }
-  check_one_float("grad_scale", grad_scale, param);
-  check_one_float("found_inf", found_inf, param);
+  check_optional_float("grad_scale", grad_scale, param);
+  check_optional_float("found_inf", found_inf, param);
   check_table("ranges", ranges, at::kLong, -1, 2);
-  check_table("hyper", hyper, at::kDouble, ranges.size(0), 8);
+  check_table("hyper", hyper, at::kDouble, ranges.size(0), 6);
+  check_steps(steps, ranges.size(0), param);
   return to_segments(ranges, hyper, param.numel());
 }
 

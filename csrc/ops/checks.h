@@ -15,8 +15,8 @@ void check_pack(const at::Tensor& out, const OptionalTensors& inputs, at::IntArr
 std::vector<kernels::AdamWSegment> check_fused_adamw(
     const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg,
     const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& low_precision,
-    const at::Tensor& ranges, const at::Tensor& hyper, const std::optional<at::Tensor>& grad_scale,
-    const std::optional<at::Tensor>& found_inf);
+    const at::Tensor& ranges, const at::Tensor& hyper, at::TensorList steps,
+    const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf);
 
 void check_sumsq(const at::Tensor& x);
 

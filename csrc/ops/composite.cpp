@@ -7,11 +7,10 @@
 #include <ATen/ops/lerp.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/pow.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 #include <torch/library.h>
-
-#include <cmath>
 
 #include "ops/checks.h"
 
@@ -33,10 +32,17 @@ void store(const at::Tensor& to, const at::Tensor& value, const std::optional<at
   to.copy_(keep.has_value() ? at::where(*keep, to, cast) : cast);
 }
 
-// One segment: all arguments are slices of it. See kernels/adamw_math.h for the arithmetic.
+// 1 - beta^step of a float64 tensor.
+at::Tensor bias_correction(double beta, const at::Tensor& step) {
+  return at::pow(beta, step).neg_().add_(1.0);
+}
+
+// One segment: tensors are slices of it, `step` its number in float64, counted from 1. See
+// kernels/adamw_math.h for the arithmetic.
 void step_segment(const at::Tensor& param, at::Tensor grad, const at::Tensor& exp_avg,
                   const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& low_precision,
-                  const kernels::AdamWHyper& h, const std::optional<at::Tensor>& keep) {
+                  const kernels::AdamWHyper& h, const at::Tensor& step,
+                  const std::optional<at::Tensor>& keep) {
   const at::ScalarType dtype = grad.scalar_type();
   at::Tensor p = param.to(dtype, /*non_blocking=*/false, /*copy=*/true);
   if (h.weight_decay != 0.0 && h.decoupled) {
@@ -46,8 +52,10 @@ void step_segment(const at::Tensor& param, at::Tensor grad, const at::Tensor& ex
   }
   const at::Tensor m = at::lerp(exp_avg.to(dtype), grad, 1.0 - h.beta1);
   const at::Tensor v = at::mul(exp_avg_sq.to(dtype), h.beta2).addcmul_(grad, grad, 1.0 - h.beta2);
-  const at::Tensor denominator = v.sqrt().div_(std::sqrt(h.bias_correction2)).add_(h.eps);
-  p.addcdiv_(m, denominator, -(h.lr / h.bias_correction1));
+  const at::Tensor root_correction2 = bias_correction(h.beta2, step).sqrt_().to(dtype);
+  const at::Tensor negative_step = bias_correction(h.beta1, step).reciprocal_().mul_(-h.lr);
+  const at::Tensor denominator = v.sqrt().div_(root_correction2).add_(h.eps);
+  p.add_(at::mul(m, negative_step.to(dtype)).div_(denominator));
   store(param, p, keep);
   store(exp_avg, m, keep);
   store(exp_avg_sq, v, keep);
@@ -81,16 +89,23 @@ void pack_(const at::Tensor& out, const OptionalTensors& inputs, at::IntArrayRef
 
 void fused_adamw_(const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg,
                   const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& low_precision,
-                  const at::Tensor& ranges, const at::Tensor& hyper,
+                  const at::Tensor& ranges, const at::Tensor& hyper, at::TensorList steps,
                   const std::optional<at::Tensor>& grad_scale,
                   const std::optional<at::Tensor>& found_inf) {
   const std::vector<kernels::AdamWSegment> segments = check_fused_adamw(
-      param, grad, exp_avg, exp_avg_sq, low_precision, ranges, hyper, grad_scale, found_inf);
+      param, grad, exp_avg, exp_avg_sq, low_precision, ranges, hyper, steps, grad_scale, found_inf);
   std::optional<at::Tensor> keep;
   if (is_given(found_inf)) {
     keep = found_inf->reshape({1}).ne(0);
   }
-  for (const kernels::AdamWSegment& segment : segments) {
+  // All counts are read before one is written: segments may share them.
+  std::vector<at::Tensor> taken;
+  for (const at::Tensor& step : steps) {
+    taken.push_back(at::add(step.view({1}), 1));
+  }
+  for (size_t i = 0; i < segments.size(); ++i) {
+    const kernels::AdamWSegment& segment = segments[i];
+    store(steps[i].view({1}), taken[i], keep);
     const auto part = [&](const at::Tensor& tensor) {
       return tensor.narrow(0, segment.start, segment.stop - segment.start);
     };
@@ -101,7 +116,7 @@ void fused_adamw_(const at::Tensor& param, const at::Tensor& grad, const at::Ten
     step_segment(
         part(param), g, part(exp_avg), part(exp_avg_sq),
         is_given(low_precision) ? std::optional<at::Tensor>(part(*low_precision)) : std::nullopt,
-        segment.hyper, keep);
+        segment.hyper, taken[i].to(at::kDouble), keep);
   }
 }
 

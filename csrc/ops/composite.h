@@ -10,7 +10,7 @@ void pack_(const at::Tensor& out, const OptionalTensors& inputs, at::IntArrayRef
 
 void fused_adamw_(const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg,
                   const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& low_precision,
-                  const at::Tensor& ranges, const at::Tensor& hyper,
+                  const at::Tensor& ranges, const at::Tensor& hyper, at::TensorList steps,
                   const std::optional<at::Tensor>& grad_scale,
                   const std::optional<at::Tensor>& found_inf);
 

@@ -93,11 +93,11 @@ void pack_cpu(const at::Tensor& out, const OptionalTensors& inputs, at::IntArray
 
 void fused_adamw_cpu(const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg,
                      const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& low_precision,
-                     const at::Tensor& ranges, const at::Tensor& hyper,
+                     const at::Tensor& ranges, const at::Tensor& hyper, at::TensorList steps,
                      const std::optional<at::Tensor>& grad_scale,
                      const std::optional<at::Tensor>& found_inf) {
   const std::vector<kernels::AdamWSegment> segments = check_fused_adamw(
-      param, grad, exp_avg, exp_avg_sq, low_precision, ranges, hyper, grad_scale, found_inf);
+      param, grad, exp_avg, exp_avg_sq, low_precision, ranges, hyper, steps, grad_scale, found_inf);
   const std::optional<DType> grad_dtype = narrow_dtype(grad);
   const std::optional<DType> low_dtype =
       is_given(low_precision) ? narrow_dtype(*low_precision) : DType::bf16;
@@ -105,9 +105,14 @@ void fused_adamw_cpu(const at::Tensor& param, const at::Tensor& grad, const at::
                      exp_avg_sq.scalar_type() == at::kFloat && grad_dtype.has_value() &&
                      low_dtype.has_value() && *low_dtype != DType::f32;
   if (!known) {
-    composite::fused_adamw_(param, grad, exp_avg, exp_avg_sq, low_precision, ranges, hyper,
+    composite::fused_adamw_(param, grad, exp_avg, exp_avg_sq, low_precision, ranges, hyper, steps,
                             grad_scale, found_inf);
     return;
+  }
+  std::vector<float*> counts;
+  counts.reserve(steps.size());
+  for (const at::Tensor& step : steps) {
+    counts.push_back(step.mutable_data_ptr<float>());
   }
   const kernels::AdamWTensors tensors{
       param.mutable_data_ptr<float>(),
@@ -118,7 +123,8 @@ void fused_adamw_cpu(const at::Tensor& param, const at::Tensor& grad, const at::
       is_given(low_precision) ? low_precision->mutable_data_ptr() : nullptr,
       *low_dtype,
       optional_float(grad_scale),
-      optional_float(found_inf)};
+      optional_float(found_inf),
+      counts.data()};
   kernels::fused_adamw(tensors, segments.data(), static_cast<int64_t>(segments.size()),
                        torch_threads());
 }

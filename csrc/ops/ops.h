@@ -19,10 +19,10 @@ void pack_(const at::Tensor& out, const OptionalTensors& inputs, at::IntArrayRef
            double scale = 1.0);
 
 // One AdamW or Adam step over the segments `ranges` (int64 [k, 2], CPU) with `hyper` (float64 [k,
-// 8], CPU).
+// 6], CPU); advances `steps` (k counts of one fp32 element, on the device).
 void fused_adamw_(const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg,
                   const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& low_precision,
-                  const at::Tensor& ranges, const at::Tensor& hyper,
+                  const at::Tensor& ranges, const at::Tensor& hyper, at::TensorList steps,
                   const std::optional<at::Tensor>& grad_scale = std::nullopt,
                   const std::optional<at::Tensor>& found_inf = std::nullopt);
 

@@ -14,8 +14,8 @@ TORCH_LIBRARY(zerocore, m) {
   m.def("pack_(Tensor(a!) out, Tensor?[] inputs, int[] offsets, float scale=1.0) -> ()", tags);
   m.def(
       "fused_adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, "
-      "Tensor(d!)? low_precision, Tensor ranges, Tensor hyper, Tensor? grad_scale=None, "
-      "Tensor? found_inf=None) -> ()",
+      "Tensor(d!)? low_precision, Tensor ranges, Tensor hyper, Tensor(e!)[] steps, "
+      "Tensor? grad_scale=None, Tensor? found_inf=None) -> ()",
       tags);
   m.def("sumsq(Tensor x) -> Tensor", tags);
   m.def("sum_shards_(Tensor(a!) out, Tensor[] shards, bool accumulate=False) -> ()", tags);
@@ -40,11 +40,12 @@ void pack_(const at::Tensor& out, const OptionalTensors& inputs, at::IntArrayRef
 
 void fused_adamw_(const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg,
                   const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& low_precision,
-                  const at::Tensor& ranges, const at::Tensor& hyper,
+                  const at::Tensor& ranges, const at::Tensor& hyper, at::TensorList steps,
                   const std::optional<at::Tensor>& grad_scale,
                   const std::optional<at::Tensor>& found_inf) {
   static const auto op = find<decltype(fused_adamw_)>("zerocore::fused_adamw_");
-  op.call(param, grad, exp_avg, exp_avg_sq, low_precision, ranges, hyper, grad_scale, found_inf);
+  op.call(param, grad, exp_avg, exp_avg_sq, low_precision, ranges, hyper, steps, grad_scale,
+          found_inf);
 }
 
 at::Tensor sumsq(const at::Tensor& x) {

@@ -32,7 +32,8 @@ struct State {
     }
   }
 
-  kernels::AdamWTensors tensors(const float* grad_scale, const float* found_inf) {
+  kernels::AdamWTensors tensors(const float* grad_scale, const float* found_inf,
+                                float* const* steps) {
     return {param.as<float>(),
             grad.data(),
             grad.dtype(),
@@ -41,7 +42,8 @@ struct State {
             has_low ? low.data() : nullptr,
             low.dtype(),
             grad_scale,
-            found_inf};
+            found_inf,
+            steps};
   }
 };
 
@@ -53,11 +55,46 @@ void check_same_state(const State& actual, const State& expected) {
   check_same_bits(actual.grad, expected.grad, "grad");
 }
 
+// Step counts of segments, of which every third shares the first one.
+struct Counts {
+  std::vector<float> values;
+  std::vector<float*> steps;
+
+  Counts(size_t segments, std::mt19937& random) : values(segments) {
+    for (float& value : values) {
+      value = static_cast<float>(random() % 20);
+    }
+    share();
+  }
+  Counts(const Counts& other) : values(other.values) { share(); }
+
+  void check_advanced(const Counts& before) const {
+    for (size_t i = 0; i < values.size(); ++i) {
+      const bool in_use = i == 0 || i % 3 != 0;
+      CHECK_EQ(values[i], before.values[i] + (in_use ? 1.0f : 0.0f));
+    }
+  }
+
+ private:
+  void share() {
+    for (size_t i = 0; i < values.size(); ++i) {
+      steps.push_back(&values[i % 3 == 0 ? 0 : i]);
+    }
+  }
+};
+
 // One element at a time: in fp32 by the shared arithmetic, in f64 by the textbook.
-void naive_step(State& s, const std::vector<AdamWSegment>& segments, float grad_scale) {
-  for (const AdamWSegment& segment : segments) {
+void naive_step(State& s, const std::vector<AdamWSegment>& segments, float grad_scale,
+                const Counts& counts) {
+  for (size_t k = 0; k < segments.size(); ++k) {
+    const AdamWSegment& segment = segments[k];
     const AdamWHyper& h = segment.hyper;
-    const kernels::AdamWCoefficients<float> c = kernels::adamw_coefficients(h);
+    const int step = static_cast<int>(*counts.steps[k]) + 1;
+    const double correction1 = 1.0 - std::pow(h.beta1, step);
+    const double correction2 = 1.0 - std::pow(h.beta2, step);
+    const kernels::AdamWCoefficients<float> c = kernels::adamw_coefficients(h, step);
+    CHECK_EQ(c.root_correction2, static_cast<float>(std::sqrt(correction2)));
+    CHECK_EQ(c.negative_step, static_cast<float>(-(h.lr / correction1)));
     for (int64_t i = segment.start; i < segment.stop; ++i) {
       float p = static_cast<float>(s.param.get(i));
       float m = static_cast<float>(s.exp_avg.get(i));
@@ -72,8 +109,7 @@ void naive_step(State& s, const std::vector<AdamWSegment>& segments, float grad_
       }
       const double mean = h.beta1 * m + (1.0 - h.beta1) * grad;
       const double square = h.beta2 * v + (1.0 - h.beta2) * grad * grad;
-      const double rate =
-          h.lr / h.bias_correction1 / (std::sqrt(square / h.bias_correction2) + h.eps);
+      const double rate = h.lr / correction1 / (std::sqrt(square / correction2) + h.eps);
       param -= rate * mean;
       // What the roundings are relative to: the terms, not their sums.
       const double grad_size = std::fabs(g) + h.weight_decay * std::fabs(p);
@@ -102,9 +138,6 @@ AdamWHyper random_hyper(std::mt19937& random) {
   h.beta2 = 0.9 + 0.099 * uniform();
   h.eps = random() % 2 == 0 ? 1e-8 : 1e-3;
   h.weight_decay = random() % 3 == 0 ? 0.0 : 0.2 * uniform();
-  const int step = 1 + static_cast<int>(random() % 20);
-  h.bias_correction1 = 1.0 - std::pow(h.beta1, step);
-  h.bias_correction2 = 1.0 - std::pow(h.beta2, step);
   h.decoupled = random() % 3 != 0;
   return h;
 }
@@ -129,12 +162,15 @@ void check_step(int64_t n, int64_t shift, DType grad, DType low, std::vector<Ada
   const State start(n, shift, grad, low, random);
   const float scale = 0.37f, zero = 0.0f;
   State expected = start;
-  naive_step(expected, segments, scale);
+  const Counts counts(segments.size(), random);
+  naive_step(expected, segments, scale, counts);
   for (const kernels::Parallel& parallel : ways(n)) {
     State actual = start;
-    kernels::fused_adamw(actual.tensors(&scale, &zero), segments.data(),
+    Counts advanced = counts;
+    kernels::fused_adamw(actual.tensors(&scale, &zero, advanced.steps.data()), segments.data(),
                          static_cast<int64_t>(segments.size()), parallel);
     check_same_state(actual, expected);
+    advanced.check_advanced(counts);
   }
 }
 
@@ -160,8 +196,11 @@ void test_found_inf_changes_nothing() {
   const float scale = INFINITY;
   for (const float flag : {1.0f, -1.0f, NAN}) {
     State actual = start;
-    kernels::fused_adamw(actual.tensors(&scale, &flag), &segment, 1, kernels::serial());
+    float count = 7.0f;
+    float* const steps[] = {&count};
+    kernels::fused_adamw(actual.tensors(&scale, &flag, steps), &segment, 1, kernels::serial());
     check_same_state(actual, start);
+    CHECK_EQ(count, 7.0f);
   }
 }
 
@@ -170,10 +209,12 @@ void test_defaults() {
   const std::vector<AdamWSegment> segments = {{0, 500, random_hyper(random)}};
   State actual(500, 0, DType::f32, DType::f32, random);
   State expected = actual;
-  naive_step(expected, segments, 1.0f);
-  kernels::fused_adamw(actual.tensors(nullptr, nullptr), segments.data(), 1, kernels::serial());
+  Counts counts(1, random);
+  naive_step(expected, segments, 1.0f, counts);
+  const kernels::AdamWTensors tensors = actual.tensors(nullptr, nullptr, counts.steps.data());
+  kernels::fused_adamw(tensors, segments.data(), 1, kernels::serial());
   check_same_state(actual, expected);
-  kernels::fused_adamw(actual.tensors(nullptr, nullptr), segments.data(), 0, kernels::serial());
+  kernels::fused_adamw(tensors, segments.data(), 0, kernels::serial());
   check_same_state(actual, expected);
 }
 
