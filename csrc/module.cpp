@@ -24,13 +24,11 @@ auto no_gil(Result (Runtime::*method)(Args...)) {
 
 using Dtype = std::optional<at::ScalarType>;
 
-std::shared_ptr<Runtime> make_runtime(const std::string& shard_group,
-                                      const std::string& replicate_group,
-                                      const std::string& control_group, int shard_channel,
-                                      int replicate_channel, at::Device device, bool persistent,
-                                      bool reshard_after_forward, int prefetch,
-                                      int64_t max_window_bytes, Dtype compute_dtype,
-                                      Dtype reduce_dtype) {
+std::shared_ptr<Runtime> make_runtime(
+    const std::string& shard_group, const std::string& replicate_group,
+    const std::string& control_group, int shard_channel, int replicate_channel, at::Device device,
+    bool persistent, bool reshard_after_forward, int prefetch, int64_t max_window_bytes,
+    Dtype compute_dtype, Dtype reduce_dtype, Dtype accumulate_dtype, Dtype master_dtype) {
   RuntimeOptions options;
   options.groups = {shard_group, replicate_group, control_group, shard_channel, replicate_channel};
   options.device = device;
@@ -40,6 +38,8 @@ std::shared_ptr<Runtime> make_runtime(const std::string& shard_group,
   options.max_window_bytes = max_window_bytes;
   options.compute_dtype = compute_dtype;
   options.reduce_dtype = reduce_dtype;
+  options.accumulate_dtype = accumulate_dtype;
+  options.master_dtype = master_dtype;
   return std::make_shared<Runtime>(std::move(options));
 }
 
@@ -70,12 +70,17 @@ py::list records(Runtime& self) {
 }
 
 void bind_runtime(py::module_& m) {
+  py::enum_<Sync>(m, "Sync")
+      .value("all", Sync::all)
+      .value("shard", Sync::shard)
+      .value("none", Sync::none);
   py::class_<Runtime, std::shared_ptr<Runtime>>(m, "Runtime")
       .def(py::init(&make_runtime), py::kw_only(), py::arg("shard_group"),
            py::arg("replicate_group"), py::arg("control_group"), py::arg("shard_channel"),
            py::arg("replicate_channel"), py::arg("device"), py::arg("persistent"),
            py::arg("reshard_after_forward"), py::arg("prefetch"), py::arg("max_window_bytes"),
-           py::arg("compute_dtype"), py::arg("reduce_dtype"))
+           py::arg("compute_dtype"), py::arg("reduce_dtype"), py::arg("accumulate_dtype"),
+           py::arg("master_dtype"))
       .def("add_unit", torch::wrap_pybind_function_no_gil(&add_unit))
       .def("seal", no_gil(&Runtime::seal))
       .def("begin_forward", no_gil(&Runtime::begin_forward))
@@ -123,11 +128,24 @@ void bind_runtime(py::module_& m) {
            [](Runtime& self, int unit, int flat) { return self.flat(unit, flat).window_bytes(); })
       .def("gradient_bytes",
            [](Runtime& self, int unit, int flat) { return self.gradients(unit, flat).bytes(); })
-      .def("main_gradient",
+      .def("main_gradient", no_gil(&Runtime::main_gradient))
+      .def("have_gradients",
            [](Runtime& self, int unit, int flat) {
-             self.gradients(unit, flat).settle();
-             return self.gradients(unit, flat).main();
+             std::string flags;
+             const Flat& source = self.flat(unit, flat);
+             for (int64_t i = 0; i < source.size(); ++i) {
+               flags.push_back(source.param(i).grad().defined());
+             }
+             return py::bytes(flags);
            })
+      // This rank's slot of the window, for an optimizer that casts into it: see Flat::slot.
+      .def("slot",
+           [](Runtime& self, int unit, int flat) -> std::optional<at::Tensor> {
+             const at::Tensor slot = self.flat(unit, flat).slot();
+             return slot.defined() ? std::optional(slot) : std::nullopt;
+           })
+      .def("slot_written",
+           [](Runtime& self, int unit, int flat) { self.flat(unit, flat).slot_written(); })
       .def("traffic", &traffic)
       .def("records", &records)
       .def("windows",

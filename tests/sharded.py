@@ -76,10 +76,10 @@ def step(
     return loss.item()
 
 
-class Sent:
-    """Counts what this rank hands to gloo's send inside a with block, on all threads."""
+class Collectives:
+    """What this rank asks of gloo inside a with block, on all threads: names of the calls."""
 
-    def __enter__(self) -> Sent:
+    def __enter__(self) -> Collectives:
         every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
         self.profile = profile(
             activities=[ProfilerActivity.CPU], record_shapes=True, experimental_config=every_thread
@@ -89,7 +89,16 @@ class Sent:
 
     def __exit__(self, *error: Any) -> None:
         self.profile.__exit__(*error)
-        events = [e for e in self.profile.events() if e.name == "gloo:send"]
+        self.events = [e for e in self.profile.events() if e.name.startswith("gloo:")]
+        self.names = [event.name for event in self.events]
+
+
+class Sent(Collectives):
+    """Counts what it hands to gloo's send."""
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        events = [e for e in self.events if e.name == "gloo:send"]
         self.calls = len(events)
         self.elements = sum(math.prod(e.input_shapes[0]) for e in events)
 

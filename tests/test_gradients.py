@@ -299,37 +299,6 @@ def test_ranks_start_from_rank_0(ranks, stage, mesh):
         assert_same(after, expected)
 
 
-def clip(stage, norm_type, max_norm, mesh=None):
-    """Norm returned, and gradients before and after clipping."""
-    model = sharded.shard(JOB, stage, mesh=mesh)
-    backward(model, 0)
-    before = sharded.pieces(model)
-    norm = zerocore.clip_grad_norm_(model, max_norm, norm_type)
-    return norm, before, sharded.pieces(model)
-
-
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_clip_grad_norm_is_global(ranks, stage, norm_type):
-    for size, mesh in ((3, None), (4, (2, 2))):
-        if mesh and stage == 0:
-            continue
-        for max_norm in (0.01, 1e6):
-            reports = ranks(size, clip, stage, norm_type, max_norm, mesh)
-            before = assembled([r[1] for r in reports])
-            after = assembled([r[2] for r in reports])
-            norms = [g.double().norm(norm_type) for g in before.values()]
-            exact = torch.stack(norms).norm(norm_type)
-            for norm, *_ in reports:
-                assert norm.dim() == 0
-                assert torch.equal(norm, reports[0][0]), "the same on every rank"
-                torch.testing.assert_close(norm.double(), exact, rtol=1e-5, atol=0)
-            factor = min(1.0, max_norm / (exact.item() + 1e-6))
-            for name in before:
-                expected = before[name].double() * factor
-                torch.testing.assert_close(after[name].double(), expected, rtol=1e-5, atol=1e-12)
-
-
 def changed_by_hand(stage, optimizer, how):
     """A step after the user changed the gradients."""
     model = sharded.shard(JOB, stage)

@@ -15,10 +15,12 @@ from zerocore.api import info, no_sync, shard, stats
 from zerocore.norm import clip_grad_norm_
 from zerocore.optim import AdamW
 from zerocore.policy import MixedPrecision
+from zerocore.scaler import GradScaler
 from zerocore.state import full_state_dict, gathered
 
 __all__ = [
     "AdamW",
+    "GradScaler",
     "MixedPrecision",
     "clip_grad_norm_",
     "full_state_dict",

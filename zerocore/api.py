@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerocore import _C, registry, stepping
+from zerocore import _C, norm, registry, scaler, stepping
 from zerocore import groups as process_groups
 from zerocore.policy import STAGES, MixedPrecision
 from zerocore.runtime import Options, Sharded
@@ -85,6 +85,8 @@ def shard(
         sharded = Sharded(model, plans, groups, options)
     StateHooks(model, sharded)
     stepping.install()
+    norm.install()
+    scaler.install()
     return model
 
 
@@ -214,6 +216,8 @@ def _facts(
             what = (tuple(param.shape), param.dtype, param.stride(), param.requires_grad)
             facts.append((f"parameter {name!r}:", what))
     if isinstance(model, nn.Module):
+        taken = [name for name, p in model.named_parameters() if _is_taken(p)]
+        facts.append(("parameters sharded before:", taken))
         for name, buffer in model.named_buffers():
             facts.append((f"buffer {name!r}:", (tuple(buffer.shape), buffer.dtype)))
     return facts
@@ -227,22 +231,32 @@ def _own_buffers(model: nn.Module) -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backwards inside the `with` block keep full local gradients instead of reducing them.
+def no_sync(model: nn.Module, *, replicas_only: bool = False) -> Iterator[None]:
+    """Backwards inside the `with` block keep their gradients instead of reducing them.
 
     For gradient accumulation: the last backward before `optimizer.step()` runs outside of it and
-    reduces the sum, once. At stages 0 and 1 this is the stage's normal mode of accumulation. At
-    stages 2 and 3 it takes the memory of a full gradient (and says so once); without it each
-    backward reduces into the shard. Meanwhile `p.grad` shows this rank's part of the local
-    gradient; clearing it clears all of it.
+    reduces the sum, once. Per parameter and rank, with N ranks in the shard group, k micro-batches,
+    and gradients in the dtype that they are accumulated in:
+
+    - by default a full local gradient is kept: 1 gradient element held, nothing sent meanwhile.
+      At stages 0 and 1 this is the normal way to accumulate. At stages 2 and 3 it takes memory
+      that these stages are there to save (and says so once): without it each backward reduces into
+      the shard, which holds 1/N and sends (N-1)/N for each micro-batch.
+    - `replicas_only`, with hybrid sharding: each backward sums over the shard group, into a shard
+      (1/N held, (N-1)/N sent), and only the sum over the replicas waits. Without replicas, and on
+      every stage, it is then as outside of the block.
+
+    Meanwhile `p.grad` shows this rank's part of what waits; clearing it clears all of it.
 
     Raises:
         ValueError: if `model` is not sharded.
+        RuntimeError: by a backward with `replicas_only=False` after one with True whose gradients
+            still wait; and by a step or a clipping while any wait.
     """
     models = registry.require_sharded(model, "zerocore.no_sync")
     before = [sharded.core.sync for sharded in models]
     for sharded in models:
-        sharded.set_sync(False)
+        sharded.set_sync(_C.Sync.shard if replicas_only else _C.Sync.none)
     try:
         yield
     finally:

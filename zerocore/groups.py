@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -230,8 +232,43 @@ def broadcast_from_first(tensors: list[torch.Tensor], groups: Groups) -> None:
             tensor.detach().copy_(buffer)
 
 
-def reduce_over_shards(value: torch.Tensor, groups: Groups, maximum: bool = False) -> None:
-    """The sum (or maximum) over the shard group, in place."""
-    if groups.shard is not None:
-        op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        dist.all_reduce(value, op=op, group=groups.shard)
+def reduce_over_shards(value: torch.Tensor, groups: Groups, maximum: bool = False) -> torch.Tensor:
+    """The sum (or maximum, NaN if there is one) of a 0-dim tensor over the shard group."""
+    return _reduce(value, groups.shard, maximum)
+
+
+def reduce_over_all(value: torch.Tensor, groups: Groups, maximum: bool = False) -> torch.Tensor:
+    """The sum (or maximum, NaN if there is one) of a 0-dim tensor over all ranks."""
+    return _reduce(value, groups.control, maximum)
+
+
+def _reduce(value: torch.Tensor, group: dist.ProcessGroup | None, maximum: bool) -> torch.Tensor:
+    if group is None:
+        return value
+    if not maximum:
+        total = value.clone()
+        dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
+        return total
+    # What a backend makes of the maximum of NaN and a number is its own affair.
+    nan = value.isnan()
+    both = torch.stack([torch.where(nan, torch.zeros_like(value), value), nan.to(value.dtype)])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    return torch.where(both[1] > 0, torch.full_like(value, math.nan), both[0])
+
+
+def widest(models: Iterable[Groups]) -> Groups:
+    """The groups of the model whose ranks contain those of all the others.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    models = list(models)
+    result = max(models, key=lambda groups: len(groups.ranks.all))
+    for groups in models:
+        if not set(groups.ranks.all) <= set(result.ranks.all):
+            raise ValueError(
+                "zerocore: expected parameters of models over the same ranks, or of a model on "
+                f"some of another's, got one on ranks {groups.ranks.all} and one on ranks "
+                f"{result.ranks.all}; use an optimizer for each"
+            )
+    return result

@@ -7,9 +7,13 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad as torchs
 
 from zerocore import groups, ops, registry
+from zerocore.groups import Groups
 from zerocore.runtime import Sharded
+
+Part = tuple[Sharded | None, torch.Tensor]  # the model that owns a gradient, and this rank's part
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -34,48 +38,80 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         raise ValueError(f"norm_type: expected a positive number, got {norm_type}")
     for sharded in models:
         sharded.core.before_step()
-    params = [(sharded, p) for sharded in models for p in _params(sharded)]
-    norm = grad_norm(params, norm_type)
-    scale = clip_coefficient(norm, max_norm)
-    grads = [p.grad for _, p in params if p.grad is not None]
+    parts = [(s, p.grad) for s in models for p in s.params() if p.grad is not None]
+    norm = grad_norm(parts, norm_type, models).float()
+    grads = [grad for _, grad in parts]
     if grads:
-        torch._foreach_mul_(grads, scale)
+        torch._foreach_mul_(grads, clip_coefficient(norm, max_norm))
     return norm
 
 
 def grad_norm(
-    params: Iterable[tuple[Sharded | None, torch.Tensor]], norm_type: float = 2.0
+    parts: Iterable[Part], norm_type: float = 2.0, models: Iterable[Sharded] = ()
 ) -> torch.Tensor:
     """The norm over the whole of all gradients, of which sharded ones are summed over ranks.
 
+    A collective over the ranks of the models, with no synchronisation of the host. Each element is
+    counted once: replicas hold the same one.
+
     Args:
-        params: (sharded model that owns it or None, parameter) pairs.
+        parts: this rank's gradients.
+        models: sharded models that take part even without a gradient; others are those of `parts`.
 
     Returns:
-        A 0-dim fp32 tensor. Sums are taken in fp64, so that their order hardly matters.
+        A 0-dim fp64 tensor, equal on every rank. Sums are taken in fp64, so that their order hardly
+        matters. Not finite if any element on any rank is not.
     """
-    parts: dict[Sharded | None, torch.Tensor] = {}
-    largest = math.isinf(norm_type)
-    for sharded, param in params:
-        if sharded not in parts:
-            parts[sharded] = torch.zeros((), dtype=torch.float64)
-        part = parts[sharded]
-        if param.grad is None or param.grad.numel() == 0:
-            continue
-        grad = param.grad.detach()
-        if largest:
-            torch.maximum(part, grad.abs().max().double(), out=part)
-        elif norm_type == 2.0:
-            part += ops.sumsq(grad)[0]
-        else:
-            part += grad.double().abs().pow(norm_type).sum()
-    for sharded, part in parts.items():
-        if sharded is not None:
-            groups.reduce_over_shards(part, sharded.groups, maximum=largest)
-    values = list(parts.values())
-    if largest:
-        return torch.stack(values).max().float()
-    return torch.stack(values).sum().pow(1.0 / norm_type).float()
+    maximum = math.isinf(norm_type)
+    sums: dict[Sharded | None, torch.Tensor] = {m: _nothing() for m in models}
+    for sharded, grad in parts:
+        value = _measure(grad.detach(), norm_type) if grad.numel() else _nothing()
+        sums[sharded] = _join(sums[sharded], value, maximum) if sharded in sums else value
+    total = _over_ranks(sums, maximum)
+    return total if maximum else total.pow(1.0 / norm_type)
+
+
+def _nothing() -> torch.Tensor:
+    return torch.zeros((), dtype=torch.float64)
+
+
+def _measure(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """The largest magnitude, or the sum of powers."""
+    if math.isinf(norm_type):
+        return grad.abs().max().double()
+    if norm_type == 2.0:
+        return ops.sumsq(grad)[0]
+    return grad.double().abs().pow(norm_type).sum()
+
+
+def _join(a: torch.Tensor, b: torch.Tensor, maximum: bool) -> torch.Tensor:
+    return torch.maximum(a, b) if maximum else a + b
+
+
+def _over_ranks(sums: dict[Sharded | None, torch.Tensor], maximum: bool) -> torch.Tensor:
+    """Joins the values of all ranks: one collective for models over the same ranks."""
+    total = sums.pop(None, _nothing())  # of parameters that are no sharded model's: not reduced
+    shared: dict[groups.Ranks, tuple[Groups, torch.Tensor]] = {}
+    for sharded, value in sums.items():
+        known = shared.get(sharded.groups.ranks)
+        joined = value if known is None else _join(known[1], value, maximum)
+        shared[sharded.groups.ranks] = (sharded.groups, joined)
+    for ranks, (its_groups, value) in shared.items():
+        shared[ranks] = (its_groups, groups.reduce_over_shards(value, its_groups, maximum))
+    if not shared:
+        return total
+    # Models on some of another model's ranks (experts): their sum is on each of theirs.
+    widest = groups.widest(its_groups for its_groups, _ in shared.values())
+    inner = [(r, value) for r, (_, value) in shared.items() if set(r.all) != set(widest.ranks.all)]
+    for ranks, (_, value) in shared.items():
+        if set(ranks.all) == set(widest.ranks.all):
+            total = _join(total, value, maximum)
+    if inner:
+        part = _nothing()
+        for ranks, value in inner:
+            part = _join(part, value if maximum else value / len(ranks.all), maximum)
+        total = _join(total, groups.reduce_over_all(part, widest, maximum), maximum)
+    return total
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -83,5 +119,40 @@ def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
-def _params(sharded: Sharded) -> list[nn.Parameter]:
-    return [p for unit in sharded.flats for flat in unit for p in flat]
+_torchs_norm = torchs._get_total_norm
+
+
+def install() -> None:
+    """Makes torch.nn.utils.clip_grad_norm_ right for sharded gradients.
+
+    It looks its norm up in its module at each call, whose function is replaced by one that counts
+    the shards of all ranks. Other gradients go to torch's own.
+    """
+    if torchs._get_total_norm is _torchs_norm:
+        torchs._get_total_norm = _total_norm
+        torchs.get_total_norm = nn.utils.get_total_norm = _total_norm
+
+
+@torch.no_grad()
+def _total_norm(
+    tensors: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """As torch.nn.utils.get_total_norm; gradients of shards are those of all ranks."""
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    owners = {id(p.grad): s for s in registry.all_sharded() for p in s.params()}
+    parts = [(owners.get(id(tensor)), tensor) for tensor in tensors]
+    models = {sharded for sharded, _ in parts if sharded is not None}
+    if not models:
+        return _torchs_norm(tensors, norm_type, error_if_nonfinite, foreach)
+    for sharded in models:
+        sharded.core.before_step()
+    norm = grad_norm(parts, float(norm_type)).float()
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients is {norm.item()}, so it cannot be "
+            "clipped; expected finite gradients, or error_if_nonfinite=False"
+        )
+    return norm

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from zerocore import norm, ops, registry
+from zerocore import _C, ops, registry
+from zerocore.norm import clip_coefficient, grad_norm
 from zerocore.runtime import Sharded
+
+
+def _padded(stop: int) -> int:
+    """Where the next parameter of a flat buffer begins."""
+    return -(-stop // _C.ALIGNMENT) * _C.ALIGNMENT
 
 
 @dataclass
@@ -20,15 +25,22 @@ class _Buffer:
     Attributes:
         sharded, unit, flat: the flat shard; None for a parameter of its own.
         members: (parameter, start, stop) with the range of its elements in `values`.
+        whole: whether all of the flat shard's parameters are members.
         exp_avg, exp_avg_sq: moments, 1-D like `values`; None before the first step.
+        counters: each member's count of steps, 0-dim; None before its first one. Members that have
+            always been stepped together share one: a kernel needs to count once for all of them.
+        plan: the last step's, which is the next one's if the same members have gradients.
     """
 
     sharded: Sharded | None
     unit: int = 0
     flat: int = 0
     members: list[tuple[torch.Tensor, int, int]] = field(default_factory=list)
+    whole: bool = True
     exp_avg: torch.Tensor | None = None
     exp_avg_sq: torch.Tensor | None = None
+    counters: list[torch.Tensor | None] = field(default_factory=list)
+    plan: _Plan | None = None
 
     def values(self) -> torch.Tensor:
         """The parameters, 1-D."""
@@ -42,14 +54,50 @@ class _Buffer:
             return self.sharded.core.main_gradient(self.unit, self.flat)
         return self.members[0][0].grad.detach().reshape(-1)
 
+    def active(self) -> bytes:
+        """One byte for each member: whether it has a gradient."""
+        if self.sharded is not None and self.whole:
+            return self.sharded.core.have_gradients(self.unit, self.flat)
+        return bytes(param.grad is not None for param, _, _ in self.members)
+
+    def slot(self) -> torch.Tensor | None:
+        """Where the stepped parameters go as well, rounded: this rank's slot of the window."""
+        slot = None if self.sharded is None else self.sharded.core.slot(self.unit, self.flat)
+        return slot if slot is not None and slot.dtype in _NARROW else None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What to do with a buffer whose `active` members have gradients.
+
+    Attributes:
+        ranges: int64 [k, 2], as ops.fused_adamw_ takes them.
+        groups: index of the param group of each range.
+        counters: step count of each range.
+        spans: (start, stop) of neighbouring gradients, whatever their groups and counts.
+        params: the parameters that are stepped.
+    """
+
+    active: bytes
+    ranges: torch.Tensor
+    groups: list[int]
+    counters: list[torch.Tensor]
+    spans: list[tuple[int, int]]
+    params: list[torch.Tensor]
+
+
+_NARROW = (torch.bfloat16, torch.float16)
+
 
 class AdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2), or Adam with L2 decay.
 
-    The same update as torch.optim.AdamW, computed in one pass over each flat shard: gradient
-    scaling (clipping) and the moments' and parameters' update. Works on parameters of sharded
-    models and on any others together. Parameters without a gradient are left alone and their step
-    count does not advance.
+    The same update as torch.optim.AdamW, computed in one pass over each flat shard: unscaling and
+    clipping of the gradients, the moments' and parameters' update, and with a resident window in a
+    narrow dtype (stages 0 to 2) the rounded copy in it. Works on parameters of sharded models and
+    on any others together. Parameters without a gradient are left alone and their step count does
+    not advance. Understands zerocore.GradScaler and torch.amp.GradScaler. Nothing of it waits for a
+    device.
 
     Args:
         params: parameters, or dicts of param groups.
@@ -62,11 +110,17 @@ class AdamW(torch.optim.Optimizer):
             With either, a step whose norm is not finite changes nothing, on any rank.
 
     Attributes:
-        grad_norm: 0-dim fp32 tensor with the last global norm; None without `max_grad_norm`.
+        grad_norm: 0-dim fp32 tensor with the last global norm (of unscaled gradients, before
+            clipping); None without `max_grad_norm`.
+        skipped: 0-dim fp32 tensor: 1.0 if gradients that are not finite made the last step change
+            nothing, 0.0 if not; None if nobody asked.
 
     Raises:
         ValueError: if an option is out of its range.
     """
+
+    # torch.amp.GradScaler leaves grad_scale and found_inf here, instead of unscaling and skipping.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -98,6 +152,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.max_grad_norm = max_grad_norm
         self.grad_norm: torch.Tensor | None = None
+        self.skipped: torch.Tensor | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim.Optimizer.add_param_group."""
@@ -118,9 +173,19 @@ class AdamW(torch.optim.Optimizer):
                 if group.get(option):
                     raise ValueError(f"zerocore.AdamW: expected {option}=False, got True")
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim.Optimizer.state_dict."""
+        packed = super().state_dict()
+        # Here some parameters share a count; whoever loads it may count for each.
+        packed["state"] = {
+            key: {k: v.clone() if k == "step" else v for k, v in state.items()}
+            for key, state in packed["state"].items()
+        }
+        return packed
+
     @torch.no_grad()
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
-        """One update. A collective over the shard group if gradients are clipped.
+        """One update. A collective over the models' ranks if gradients are clipped or unscaled.
 
         Args:
             closure: called first, with gradients enabled; its result is returned.
@@ -131,20 +196,18 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         fingerprint = registry.fingerprint(self)
         if self._buffers is None or fingerprint != self._planned:
-            self._buffers = self._plan()
+            self._buffers = self._make_buffers()
             self._planned = fingerprint
-        scale = None
-        if self.max_grad_norm is not None:
-            scale = self._clip()
-            if not torch.isfinite(self.grad_norm):
-                return loss
-        groups = {id(p): group for group in self.param_groups for p in group["params"]}
-        for buffer in self._buffers:
-            self._step_buffer(buffer, groups, scale)
+        plans = [self._plan(buffer) for buffer in self._buffers]
+        scale = self._scale(plans)
+        for buffer, plan in zip(self._buffers, plans, strict=True):
+            if plan.params:
+                self._step_buffer(buffer, plan, scale)
         return loss
 
-    def _plan(self) -> list[_Buffer]:
+    def _make_buffers(self) -> list[_Buffer]:
         buffers: dict[tuple[int, int, int], _Buffer] = {}
+        places: dict[int, int] = {}
         for group in self.param_groups:
             for param in group["params"]:
                 entry = registry.entry_of(param)
@@ -157,8 +220,13 @@ class AdamW(torch.optim.Optimizer):
                 buffer = buffers.setdefault(key, _Buffer(sharded, entry.unit, entry.flat))
                 place = sharded.core.within_shard(entry.unit, entry.flat, entry.index)
                 buffer.members.append((param, *place))
+                places[id(param)] = entry.index
         for buffer in buffers.values():
-            buffer.members.sort(key=lambda member: member[1:])
+            if buffer.sharded is not None:
+                buffer.members.sort(key=lambda member: places[id(member[0])])
+                buffer.whole = len(buffer.members) == len(
+                    buffer.sharded.flats[buffer.unit][buffer.flat]
+                )
             self._adopt_state(buffer)
         return list(buffers.values())
 
@@ -178,8 +246,22 @@ class AdamW(torch.optim.Optimizer):
                         "does not fit shards"
                     )
                 state[key] = getattr(buffer, key)[start:stop].view(param.shape).copy_(old)
-            if not isinstance(state["step"], torch.Tensor):
-                state["step"] = torch.tensor(float(state["step"]))
+        self._adopt_counters(buffer)
+
+    def _adopt_counters(self, buffer: _Buffer) -> None:
+        """Members that have taken as many steps share a counter from here on."""
+        buffer.counters = [None] * len(buffer.members)
+        shared: dict[float, torch.Tensor] = {}
+        for i, (param, _, _) in enumerate(buffer.members):
+            if self.state.get(param):
+                count = float(self.state[param]["step"])
+                if count not in shared:
+                    shared[count] = torch.full((), count, device=param.device)
+                self._set_counter(buffer, i, shared[count])
+
+    def _set_counter(self, buffer: _Buffer, member: int, counter: torch.Tensor) -> None:
+        buffer.counters[member] = counter
+        self.state[buffer.members[member][0]]["step"] = counter
 
     @staticmethod
     def _make_moments(buffer: _Buffer) -> None:
@@ -188,55 +270,126 @@ class AdamW(torch.optim.Optimizer):
             buffer.exp_avg = torch.zeros_like(values)
             buffer.exp_avg_sq = torch.zeros_like(values)
 
-    def _clip(self) -> torch.Tensor | None:
-        """Measures the global norm; returns the factor on all gradients, None for 1."""
-        self.grad_norm = norm.grad_norm(
-            (buffer.sharded, param) for buffer in self._buffers for param, _, _ in buffer.members
-        )
-        if math.isinf(self.max_grad_norm):
-            return None
-        return norm.clip_coefficient(self.grad_norm, self.max_grad_norm).reshape(1)
+    def _scale(self, plans: list[_Plan]) -> torch.Tensor | None:
+        """The factor on all gradients, one fp32 element, None for 1; sets grad_norm and skipped."""
+        loss_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
+        inverse = None if loss_scale is None else loss_scale.double().reciprocal()
+        self.skipped = None if found_inf is None else found_inf.float()
+        if self.max_grad_norm is None and (loss_scale is None or found_inf is not None):
+            return None if inverse is None else inverse.float().reshape(1)
+        models = {buffer.sharded: None for buffer in self._buffers if buffer.sharded is not None}
+        parts = [
+            (buffer.sharded, grads[start:stop])
+            for buffer, plan in zip(self._buffers, plans, strict=True)
+            if plan.spans
+            for grads in (buffer.grads(),)
+            for start, stop in plan.spans
+        ]
+        norm = grad_norm(parts, models=models)
+        found = (~norm.isfinite()).float()
+        self.skipped = found if found_inf is None else torch.maximum(found, self.skipped)
+        if inverse is not None:
+            norm = norm * inverse
+        if self.max_grad_norm is None:
+            return inverse.float().reshape(1)
+        self.grad_norm = norm.float()
+        factor = clip_coefficient(self.grad_norm, self.max_grad_norm)
+        return (factor if inverse is None else factor * inverse.float()).reshape(1)
 
-    def _step_buffer(
-        self, buffer: _Buffer, groups: dict[int, dict[str, Any]], scale: torch.Tensor | None
-    ) -> None:
-        ranges: list[tuple[int, int]] = []
-        hyper: list[tuple[float, ...]] = []
-        steps: list[torch.Tensor] = []
-        stepped: list[torch.Tensor] = []
-        for param, start, stop in buffer.members:
-            if param.grad is None:
+    def _plan(self, buffer: _Buffer) -> _Plan:
+        active = buffer.active()
+        if buffer.plan is None or buffer.plan.active != active:
+            going = [i for i, has_gradient in enumerate(active) if has_gradient]
+            self._separate_counters(buffer, going)
+            buffer.plan = self._make_plan(buffer, active, going)
+        return buffer.plan
+
+    def _separate_counters(self, buffer: _Buffer, going: list[int]) -> None:
+        """Gives members that are stepped without those they have been stepped with their own."""
+        going = set(going)
+        sharing: dict[int, list[int]] = {}
+        for i, counter in enumerate(buffer.counters):
+            sharing.setdefault(id(counter), []).append(i)
+        for members in sharing.values():
+            leaving = [i for i in members if i in going]
+            counter = buffer.counters[members[0]]
+            if not leaving or (counter is not None and len(leaving) == len(members)):
                 continue
-            stepped.append(param)
-            group = groups[id(param)]
-            beta1, beta2 = group["betas"]
-            row = (float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
-            ranges.append((start, stop))
-            hyper.append((*row, float(group["decoupled"])))
-            steps.append(self._step_count(buffer, param, start, stop))
-        if ranges:
-            ops.fused_adamw_(
-                buffer.values(),
-                buffer.grads(),
-                buffer.exp_avg,
-                buffer.exp_avg_sq,
-                None,
-                torch.tensor(ranges, dtype=torch.int64),
-                torch.tensor(hyper, dtype=torch.float64),
-                steps,
-                scale,
-            )
-        # The kernel wrote to the flat shard: tell autograd, for graphs that need the old values.
-        torch.autograd.graph.increment_version(stepped)
+            if counter is None:
+                self._make_moments(buffer)
+                counter = torch.zeros((), device=buffer.exp_avg.device)
+                for i in leaving:
+                    param, start, stop = buffer.members[i]
+                    for key in ("exp_avg", "exp_avg_sq"):
+                        moment = getattr(buffer, key)[start:stop]
+                        self.state[param][key] = moment.view(param.shape)
+            own = counter.clone()
+            for i in leaving:
+                self._set_counter(buffer, i, own)
 
-    def _step_count(
-        self, buffer: _Buffer, param: torch.Tensor, start: int, stop: int
-    ) -> torch.Tensor:
-        """The steps that `param` has taken; its state is made on the first one."""
-        state = self.state[param]
-        if not state:
-            self._make_moments(buffer)
-            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-            state["exp_avg"] = buffer.exp_avg[start:stop].view(param.shape)
-            state["exp_avg_sq"] = buffer.exp_avg_sq[start:stop].view(param.shape)
-        return state["step"]
+    def _make_plan(self, buffer: _Buffer, active: bytes, going: list[int]) -> _Plan:
+        group_of = {id(p): g for g, group in enumerate(self.param_groups) for p in group["params"]}
+        ranges: list[list[int]] = []
+        keys: list[tuple[int, int]] = []
+        spans: list[list[int]] = []
+        counters: dict[int, torch.Tensor] = {}
+        for i in going:
+            param, start, stop = buffer.members[i]
+            counter = buffer.counters[i]
+            counters[id(counter)] = counter
+            if start == stop:
+                continue
+            # The padding between neighbours is zero and stays so.
+            key = (group_of[id(param)], id(counter))
+            if keys and keys[-1] == key and start == _padded(ranges[-1][1]):
+                ranges[-1][1] = stop
+            else:
+                ranges.append([start, stop])
+                keys.append(key)
+            if spans and start == _padded(spans[-1][1]):
+                spans[-1][1] = stop
+            else:
+                spans.append([start, stop])
+        # A step counts on every rank, those without an element of the parameter too.
+        end = ranges[-1][1] if ranges else 0
+        for uncounted in counters.keys() - {counter for _, counter in keys}:
+            ranges.append([end, end])
+            keys.append((0, uncounted))
+        return _Plan(
+            active,
+            torch.tensor(ranges, dtype=torch.int64).view(-1, 2),
+            [group for group, _ in keys],
+            [counters[counter] for _, counter in keys],
+            [(start, stop) for start, stop in spans],
+            [buffer.members[i][0] for i in going],
+        )
+
+    def _step_buffer(self, buffer: _Buffer, plan: _Plan, scale: torch.Tensor | None) -> None:
+        hyper = [
+            (
+                float(group["lr"]),
+                *group["betas"],
+                group["eps"],
+                group["weight_decay"],
+                float(group["decoupled"]),
+            )
+            for group in (self.param_groups[g] for g in plan.groups)
+        ]
+        slot = buffer.slot()
+        ops.fused_adamw_(
+            buffer.values(),
+            buffer.grads(),
+            buffer.exp_avg,
+            buffer.exp_avg_sq,
+            slot,
+            plan.ranges,
+            torch.tensor(hyper, dtype=torch.float64),
+            plan.counters,
+            scale,
+            self.skipped,
+        )
+        # The kernel wrote to the flat shard: tell autograd, for graphs that need the old values.
+        torch.autograd.graph.increment_version(plan.params)
+        if slot is not None:
+            buffer.sharded.core.slot_written(buffer.unit, buffer.flat)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -70,7 +69,7 @@ class MixedPrecision:
     master: torch.dtype | None = torch.float32
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
+        for field in fields(self):
             dtype = getattr(self, field.name)
             optional = field.name not in ("param", "accumulate")
             if dtype is None and optional:

@@ -69,6 +69,11 @@ def sharded_models(model: nn.Module) -> list[Sharded]:
     return [_models[module] for module in model.modules() if module in _models]
 
 
+def all_sharded() -> list[Sharded]:
+    """Every sharded model that is alive."""
+    return list(_models.values())
+
+
 def taken_modules(model: nn.Module) -> set[nn.Module]:
     """The modules of the sharded models in `model`."""
     return {module for root in model.modules() if root in _models for module in root.modules()}

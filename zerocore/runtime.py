@@ -6,7 +6,7 @@ import dataclasses
 import sys
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -115,6 +115,8 @@ class Sharded:
             max_window_bytes=options.max_window_bytes,
             compute_dtype=mixed.param if mixed else None,
             reduce_dtype=(mixed.reduce or mixed.param) if mixed else None,
+            accumulate_dtype=mixed.accumulate if mixed else None,
+            master_dtype=(mixed.master or mixed.param) if mixed else None,
         )
         for plan in plans:
             self._add_unit(plan)
@@ -191,11 +193,15 @@ class Sharded:
     @property
     def flats_device(self) -> torch.device:
         """The device of the parameters."""
-        return next(p.device for unit in self.flats for flat in unit for p in flat)
+        return next(self.params()).device
 
-    def set_sync(self, sync: bool) -> None:
-        """Whether backwards reduce; see `zerocore.no_sync`."""
-        keeps_full = not sync and not self.options.lifetimes.full_gradients_expected
+    def params(self) -> Iterator[nn.Parameter]:
+        """The parameters, in the order of their flat buffers."""
+        return (param for unit in self.flats for flat in unit for param in flat)
+
+    def set_sync(self, sync: _C.Sync) -> None:
+        """How far backwards reduce; see `zerocore.no_sync`."""
+        keeps_full = sync == _C.Sync.none and not self.options.lifetimes.full_gradients_expected
         if keeps_full and not self._warned and self.groups.first:
             warnings.warn(
                 f"zerocore.no_sync at stage {self.options.stage} keeps a full local gradient on "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from typing import Any
 
 import torch
 from torch.optim.optimizer import (
@@ -39,11 +40,44 @@ def install() -> None:
         _installed = True
 
 
-def _before(optimizer: Optimizer, args: object, kwargs: object) -> None:
+def _before(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if not _places_of(optimizer):
+        return None
     for sharded in _places_of(optimizer):
         if optimizer not in _checked:
             _check(optimizer, sharded)
+    _prepare(optimizer)
+    # args[0] is the optimizer. The gradients of a closure come when the step is under way.
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        return None
+
+    def with_care() -> Any:
+        loss = closure()
+        _prepare(optimizer)
+        return loss
+
+    if len(args) > 1:
+        return (args[0], with_care, *args[2:]), kwargs
+    return args, {**kwargs, "closure": with_care}
+
+
+def _prepare(optimizer: Optimizer) -> None:
+    """Makes sure that all gradients are reduced, and in the dtype that the optimizer expects."""
+    models = _places_of(optimizer)
+    for sharded in models:
         sharded.core.before_step()
+    mixed = [sharded.options.mixed_precision for sharded in models]
+    # zerocore's own optimizer reads main gradients of any dtype.
+    own = type(optimizer).__module__.startswith("zerocore.")
+    if own or not any(m and m.accumulate != (m.master or m.param) for m in mixed):
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None and param.grad.dtype != param.dtype:
+                param.grad = param.grad.to(param.dtype)
 
 
 def _after(optimizer: Optimizer, args: object, kwargs: object) -> None:

@@ -2,7 +2,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/engine.h>
 
@@ -19,7 +18,7 @@ void Runtime::begin_backward() {
   if (in_backward_ && !backward_task_.expired()) return;
   if (in_backward_) abandon_backward();
   in_backward_ = true;
-  backward_reduces_ = sync_;
+  backward_sync_ = sync_;
   phase_ = "backward";
   std::vector<bool> participates;
   for (auto& unit : units_) {
@@ -37,7 +36,7 @@ void Runtime::begin_backward() {
         unit->expected += trainable;
         unit->all_trainable = unit->all_trainable && trainable;
       }
-      unit->gradients[f]->begin();
+      unit->gradients[f]->begin(sync_);
     }
     participates.push_back(unit->expected > 0);
   }
@@ -101,9 +100,11 @@ void Runtime::gradient_ready(int unit, int flat, int64_t param) {
   if (state.arrived[flat][param]) return;
   state.arrived[flat][param] = true;
   if (++state.ready < state.expected) return;
-  if (backward_reduces_) {
+  if (backward_sync_ == Sync::none) {
+    take_gradients_of(unit);
+  } else {
     reductions_->ready(unit);
-    for (int next : reductions_->take()) reduce_unit(next);
+    for (int next : reductions_->take()) take_gradients_of(next);
   }
   // With a gradient for every parameter no node is left that reads one (the root stays: nested
   // backwards may compute parts of it again).
@@ -125,10 +126,12 @@ void Runtime::finish_backward_of(int unit) {
   show(unit, View::shard);
 }
 
-void Runtime::reduce_unit(int unit) {
+void Runtime::take_gradients_of(int unit) {
   Unit& state = *units_[unit];
-  state.issued = true;
-  note("launch", "reduce", unit, elements(unit));
+  if (backward_sync_ != Sync::none) {
+    state.issued = true;
+    note("launch", "reduce", unit, elements(unit));
+  }
   for (size_t f = 0; f < state.flats.size(); ++f) {
     Gradients& gradients = *state.gradients[f];
     bool trainable = false;
@@ -136,7 +139,7 @@ void Runtime::reduce_unit(int unit) {
       trainable = trainable || state.flats[f]->param(i).requires_grad();
       if (gradients.has_local(i)) state.used[f][i] = true;
     }
-    if (trainable) gradients.reduce();
+    if (trainable) gradients.take();
   }
 }
 
@@ -144,7 +147,7 @@ void Runtime::end_backward() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (!in_backward_) return;
   at::NoGradGuard no_grad;
-  if (backward_reduces_) {
+  if (backward_sync_ != Sync::none) {
     const Agreement agreement = agree();
     reduce_rest(agreement);
     for (int unit = 0; unit < units(); ++unit) {
@@ -162,7 +165,7 @@ void Runtime::end_backward() {
     if (!order_agreed_) adopt_observed_order();
   } else {
     for (auto& unit : units_) {
-      for (auto& gradients : unit->gradients) gradients->keep_local();
+      for (auto& gradients : unit->gradients) gradients->finish({});
     }
   }
   for (int unit = 0; unit < units(); ++unit) finish_backward_of(unit);
@@ -235,9 +238,9 @@ void Runtime::reduce_rest(const Agreement& agreement) {
       any = any || std::find(flat.begin(), flat.end(), true) != flat.end();
     wanted.push_back(any);
   }
-  for (int unit : reductions_->flush(wanted)) reduce_unit(unit);
+  for (int unit : reductions_->flush(wanted)) take_gradients_of(unit);
   for (int unit : reductions_->agreed()) {
-    if (agreement.late[unit]) reduce_unit(unit);
+    if (agreement.late[unit]) take_gradients_of(unit);
   }
 }
 

@@ -41,6 +41,10 @@ void take_memory_away(const c10::Storage& storage, const std::string& message) {
   impl->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
 }
 
+c10::ScalarType dtype_of(const at::Tensor& param, const std::optional<c10::ScalarType>& wanted) {
+  return wanted && param.is_floating_point() ? *wanted : param.scalar_type();
+}
+
 const char* kRemedy =
     " now; read it inside the forward of its module, or in `with zerocore.gathered(module):`";
 
@@ -63,10 +67,10 @@ Flat::Flat(std::string unit, std::vector<std::string> names, std::vector<at::Ten
       windows_(std::move(windows)),
       channel_(channel),
       layout_(numels(params_), transport.shards(), transport.replicas()),
-      compute_dtype_(options.compute_dtype && params_.at(0).is_floating_point()
-                         ? *options.compute_dtype
-                         : params_.at(0).scalar_type()),
-      shard_is_slot_(options.persistent && compute_dtype_ == params_.at(0).scalar_type()),
+      shard_dtype_(params_.at(0).requires_grad() ? dtype_of(params_[0], options.master_dtype)
+                                                 : params_[0].scalar_type()),
+      compute_dtype_(dtype_of(params_[0], options.compute_dtype)),
+      shard_is_slot_(options.persistent && compute_dtype_ == shard_dtype_),
       released_message_(released_message(unit_, names_)) {
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
@@ -75,11 +79,12 @@ Flat::Flat(std::string unit, std::vector<std::string> names, std::vector<at::Ten
   fill(full);
   transport_.broadcast(full);
   if (shard_is_slot_) {
-    window_ = full;
-    shard_ = own_slot(full);
+    window_ = full.to(shard_dtype_);
+    shard_ = own_slot(window_);
     fresh_ = true;
   } else {
-    shard_ = layout_.shards() == 1 ? full : own_slot(full).clone();
+    const bool whole = layout_.shards() == 1;
+    shard_ = own_slot(full).to(shard_dtype_, /*non_blocking=*/false, /*copy=*/!whole);
     make_window();
   }
   make_views();
@@ -218,7 +223,10 @@ bool Flat::adopt_replaced() {
     params_[i].unsafeGetTensorImpl()->shallow_copy_from(own.getIntrusivePtr());
     changed = true;
   }
-  if (changed) fresh_ = false;
+  if (changed) {
+    fresh_ = false;
+    slot_versions_ = -1;
+  }
   return changed;
 }
 
@@ -249,6 +257,22 @@ bool Flat::stale() const {
   return !fresh_ || versions() != gathered_versions_;
 }
 
+void Flat::invalidate() {
+  fresh_ = false;
+  // A step that wrote to both shard and slot is not what made the slot old.
+  if (!slot_stepped_) slot_versions_ = -1;
+}
+
+at::Tensor Flat::slot() const {
+  const bool cast = options_.persistent && !shard_is_slot_ && slot_versions_ == versions();
+  return cast ? own_slot(window_) : at::Tensor();
+}
+
+void Flat::slot_written() {
+  slot_versions_ = versions();
+  slot_stepped_ = true;
+}
+
 bool Flat::start_gather() {
   at::NoGradGuard no_grad;
   if (!options_.persistent) {
@@ -260,9 +284,10 @@ bool Flat::start_gather() {
     storage->clear_data_ptr_access_error_msg_();
   }
   drain();
-  if (!shard_is_slot_) own_slot(window_).copy_(shard_);
+  if (!shard_is_slot_ && !slot().defined()) own_slot(window_).copy_(shard_);
   gather_ = transport_.all_gather(window_, channel_);
-  gathered_versions_ = versions();
+  gathered_versions_ = slot_versions_ = versions();
+  slot_stepped_ = false;
   return true;
 }
 
@@ -321,6 +346,7 @@ void Flat::close_original(const at::Tensor& full, bool write) {
   gathered_versions_ = versions();
   // Every rank holds rank 0's window now; one in another dtype is cast again from the shard.
   fresh_ = shard_is_slot_;
+  slot_versions_ = -1;
 }
 
 }  // namespace zerocore

@@ -25,6 +25,8 @@ enum class View {
 struct FlatOptions {
   // Dtype that modules compute in, for floating parameters; nothing: the parameters' own.
   std::optional<c10::ScalarType> compute_dtype;
+  // Dtype of the shard, for trainable floating parameters; nothing: the parameters' own.
+  std::optional<c10::ScalarType> master_dtype;
   // The window is resident: the full parameters live always (stages 0 to 2).
   bool persistent = false;
 };
@@ -37,8 +39,9 @@ struct FlatOptions {
 // storage; which tensor a parameter shows is switched by copying metadata into it, which keeps the
 // object, its hooks, its version counter and its gradient accumulator.
 //
-// With a persistent window in the parameters' own dtype the shard IS this rank's slot of the
-// window; else it is memory of its own, cast into the slot before each gather.
+// With a persistent window in the shard's dtype the shard IS this rank's slot of the window; else
+// it is memory of its own, cast into the slot before each gather. An optimizer that casts it while
+// it steps spares that: slot() and slot_written().
 class Flat {
  public:
   // params: real parameters of one dtype and device; rank 0's values are broadcast, and their
@@ -75,7 +78,7 @@ class Flat {
 
   // Whether the window must be gathered before it is read.
   bool stale() const;
-  void invalidate() { fresh_ = false; }
+  void invalidate();
   // Sum of the parameters' version counters: changes when an operator writes to one of them.
   int64_t versions() const;
 
@@ -83,6 +86,11 @@ class Flat {
   bool start_gather();
   void finish_gather();
   void release_window();
+  // This rank's slot of a persistent window in another dtype than the shard, as far as it is the
+  // shard, cast; else undefined. Who changes the shard may write the same change here, and then
+  // tells (after telling autograd, by the parameters' versions).
+  at::Tensor slot() const;
+  void slot_written();
   // Waits until the peers have read this rank's shard, which may then change.
   void drain();
 
@@ -124,6 +132,7 @@ class Flat {
   std::vector<std::vector<int64_t>> strides_;
   std::vector<std::vector<int64_t>> memory_order_;
   const Layout layout_;
+  const c10::ScalarType shard_dtype_;
   const c10::ScalarType compute_dtype_;
   const bool shard_is_slot_;
   const std::string released_message_;
@@ -140,6 +149,8 @@ class Flat {
   bool written_ = false;
   int64_t shown_versions_ = 0;     // versions() when the view was switched
   int64_t gathered_versions_ = 0;  // versions() when the window was gathered
+  int64_t slot_versions_ = -1;     // versions() when the slot was the shard, cast
+  bool slot_stepped_ = false;      // slot_written() since the last gather
 };
 
 }  // namespace zerocore

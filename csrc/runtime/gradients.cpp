@@ -1,100 +1,141 @@
 #include "runtime/gradients.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/zeros_like.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <utility>
 
-#include "ops/ops.h"
-
 namespace zerocore {
 
-Gradients::Gradients(Flat& flat, c10::ScalarType transport_dtype, double scale,
+Gradients::Gradients(Flat& flat, GradientDtypes dtypes, double scale,
                      std::shared_ptr<DevicePool> buffers)
     : flat_(flat),
-      transport_dtype_(transport_dtype),
+      dtypes_(dtypes),
       scale_(scale),
       buffers_(std::move(buffers)),
       slots_(flat.size()) {}
 
-void Gradients::begin() {
+// ---- the beginning of a backward -------------------------------------------------------------
+
+void Gradients::begin(Sync sync) {
   at::NoGradGuard no_grad;
-  for (int64_t i = 0; i < flat_.size(); ++i) take_aside(i);
+  for (int64_t i = 0; i < flat_.size(); ++i) {
+    TORCH_CHECK(
+        sync != Sync::none || slots_[i].shows != Kept::partial || !flat_.param(i).grad().defined(),
+        "zerocore: the gradient of '", flat_.name(i), "' waits for its sum over replicas; ",
+        "expected zerocore.no_sync(model, replicas_only=True) until then, got a backward ",
+        "in zerocore.no_sync(model)");
+  }
+  sync_ = sync;
+  reduced_ = false;
+  for (int64_t i = 0; i < flat_.size(); ++i) put_aside(i);
   // Somebody may still look at a gradient that was cleared since: then it is theirs, and the next
   // one gets memory of its own.
-  bool held = false;
-  for (Slot& slot : slots_) {
-    if (!slot.main_counts) held = held || slot.shown.lock();
+  for (auto [buffer, kept] : {std::pair(&main_, Kept::main), std::pair(&partial_, Kept::partial),
+                              std::pair(&local_, Kept::local)}) {
+    const bool held = std::any_of(slots_.begin(), slots_.end(), [&](Slot& slot) {
+      return slot.shows == kept && !counts(slot, kept) && slot.shown.lock();
+    });
+    if (held && buffer->defined()) *buffer = buffer->clone();
   }
-  if (held && main_.defined()) main_ = main_.clone();
-  reduced_ = false;
+  if (!any_counts(Kept::local)) local_ = at::Tensor();
+  if (!any_counts(Kept::partial)) partial_ = at::Tensor();
 }
 
-void Gradients::take_aside(int64_t i) {
+bool& Gradients::counts(Slot& slot, Kept kept) {
+  return kept == Kept::main    ? slot.main_counts
+         : kept == Kept::local ? slot.local_counts
+                               : slot.partial_counts;
+}
+
+bool Gradients::any_counts(Kept kept) {
+  return std::any_of(slots_.begin(), slots_.end(), [&](Slot& slot) { return counts(slot, kept); });
+}
+
+bool Gradients::is_shown(const Slot& slot, const at::Tensor& grad) const {
+  const auto shown = slot.shown.lock();
+  return shown && grad.defined() && shown.get() == grad.unsafeGetTensorImpl();
+}
+
+bool Gradients::is_untouched(const Slot& slot, const at::Tensor& grad) const {
+  return is_shown(slot, grad) && static_cast<uint32_t>(grad._version()) == slot.shown_version;
+}
+
+void Gradients::put_aside(int64_t i) {
   Slot& slot = slots_[i];
-  at::Tensor grad = std::move(flat_.param(i).mutable_grad());
+  const at::Tensor grad = std::move(flat_.param(i).mutable_grad());
   flat_.param(i).mutable_grad() = at::Tensor();
-  slot.had_local = slot.local.defined() && grad.defined();
+  slot.local_counts = slot.partial_counts = false;
   if (!grad.defined()) {
     slot.main_counts = false;
-    slot.local.reset();
-    return;
-  }
-  if (slot.local.defined()) {
-    take_local(i, grad);
-    return;
-  }
-  const auto shown = slot.shown.lock();
-  if (shown && shown.get() == grad.unsafeGetTensorImpl()) {
+  } else if (slot.shows == Kept::local || slot.shows == Kept::partial) {
+    put_aside_unreduced(i, grad);
+  } else if (is_shown(slot, grad)) {
     slot.main_counts = true;
   } else {
     adopt(i, grad);
   }
 }
 
-void Gradients::take_local(int64_t i, const at::Tensor& grad) {
+void Gradients::put_aside_unreduced(int64_t i, const at::Tensor& grad) {
   Slot& slot = slots_[i];
-  if (flat_.layout().shards() > 1) {
-    const auto shown = slot.shown.lock();
-    TORCH_CHECK(shown && shown.get() == grad.unsafeGetTensorImpl(), "zerocore: the gradient of '",
-                flat_.name(i), "' was replaced while gradients kept under no_sync were waiting ",
-                "for their reduction; expected it to be left alone or cleared");
-    if (static_cast<uint32_t>(grad._version()) != slot.shown_version) {
-      // The only change that can be carried to the parts on other ranks is clearing.
-      TORCH_CHECK(grad.numel() == 0 || !grad.any().item<bool>(), "zerocore: the gradient of '",
-                  flat_.name(i), "' was changed while gradients kept under no_sync were waiting ",
-                  "for their reduction; expected it to be left alone or zeroed");
-      slot.main_counts = false;
-      slot.local.zero_();
-    }
+  counts(slot, slot.shows) = true;
+  if (is_untouched(slot, grad)) return;
+  const bool hides = slot.main_counts || (slot.shows == Kept::local && flat_.layout().shards() > 1);
+  if (hides) {
+    // The only change that can be carried to what is not shown is clearing.
+    TORCH_CHECK(is_shown(slot, grad), "zerocore: the gradient of '", flat_.name(i),
+                "' was replaced while gradients kept under no_sync were waiting for their ",
+                "reduction; expected it to be left alone or cleared");
+    TORCH_CHECK(grad.numel() == 0 || !grad.any().item<bool>(), "zerocore: the gradient of '",
+                flat_.name(i), "' was changed while gradients kept under no_sync were waiting for ",
+                "their reduction; expected it to be left alone or zeroed");
+    slot.main_counts = false;
+    if (slot.shows == Kept::local) flat_.full_view(local_, i).zero_();
+  } else if (!is_shown(slot, grad)) {
+    copy_replaced(i, shown_part(slot.shows, i), grad);
   }
-  flat_.param(i).mutable_grad() = std::move(slot.local);
-  slot.local.reset();
 }
 
-void Gradients::adopt(int64_t i, const at::Tensor& grad) {
-  make_main();
-  at::Tensor own = flat_.shard_view(main_, i);
+void Gradients::copy_replaced(int64_t i, at::Tensor own, const at::Tensor& grad) const {
   TORCH_CHECK_VALUE(grad.sizes() == own.sizes(), "zerocore: the gradient of '", flat_.name(i),
                     "' was replaced: expected the shape of this rank's shard ", own.sizes(),
                     ", got ", grad.sizes());
   own.copy_(grad);
+}
+
+void Gradients::adopt(int64_t i, const at::Tensor& grad) {
+  make(main_);
+  copy_replaced(i, flat_.shard_view(main_, i), grad);
   slots_[i].main_counts = true;
 }
 
-void Gradients::make_main() {
-  if (!main_.defined()) main_ = at::zeros_like(flat_.shard());
+// A sum over ranks, if it is not there yet.
+void Gradients::make(at::Tensor& sum) const {
+  if (sum.defined()) return;
+  sum =
+      at::zeros({flat_.layout().shard_numel()}, flat_.shard().options().dtype(dtypes_.accumulate));
 }
 
-void Gradients::clear_unless_counted() {
-  for (int64_t i = 0; i < flat_.size(); ++i) {
-    if (!slots_[i].main_counts) flat_.shard_view(main_, i).zero_();
+// ---- in a backward ---------------------------------------------------------------------------
+
+bool Gradients::has_local(int64_t i) const {
+  return flat_.param(i).grad().defined() || slots_[i].local_counts ||
+         (sync_ == Sync::all && slots_[i].partial_counts);
+}
+
+void Gradients::take() {
+  at::NoGradGuard no_grad;
+  if (sync_ == Sync::none) {
+    add_locally();
+  } else {
+    reduce();
   }
 }
 
-void Gradients::reduce() {
-  at::NoGradGuard no_grad;
+// What autograd has put into `p.grad`, read in the order of memory.
+ops::OptionalTensors Gradients::take_fresh() {
   ops::OptionalTensors grads;
   grads.reserve(flat_.size());
   for (int64_t i = 0; i < flat_.size(); ++i) {
@@ -106,69 +147,108 @@ void Gradients::reduce() {
                                    : std::nullopt);
     grad = at::Tensor();
   }
-  const at::Tensor packed = DevicePool::empty(buffers_, flat_.layout().total(), transport_dtype_);
-  ops::pack_(packed, grads, flat_.layout().offsets(), scale_);
-  grads.clear();
-  bool accumulate = reduced_;
-  if (!reduced_) {
-    bool all = true;
-    for (const Slot& slot : slots_) {
-      accumulate = accumulate || slot.main_counts;
-      all = all && slot.main_counts;
-    }
-    make_main();
-    if (accumulate && !all) clear_unless_counted();
-  }
-  reduced_ = true;
-  pending_.push_back(flat_.transport().reduce(packed, main_, accumulate, flat_.channel()));
+  return grads;
 }
+
+void Gradients::add_locally() {
+  const ops::OptionalTensors grads = take_fresh();
+  const bool first = !any_counts(Kept::local);
+  if (first) {
+    local_ = DevicePool::empty(buffers_, flat_.layout().total(), dtypes_.accumulate);
+    ops::pack_(local_, grads, flat_.layout().offsets());
+  }
+  for (int64_t i = 0; i < flat_.size(); ++i) {
+    const std::optional<at::Tensor> grad = grads.get(i);
+    Slot& slot = slots_[i];
+    if (!first) {
+      at::Tensor sum = flat_.full_view(local_, i).permute(flat_.memory_order(i));
+      if (!grad && !slot.local_counts) sum.zero_();
+      if (grad && slot.local_counts) sum.add_(*grad);
+      if (grad && !slot.local_counts) sum.copy_(*grad);
+    }
+    slot.local_counts = slot.local_counts || grad.has_value();
+  }
+}
+
+// All that this rank has for the reduction, in a buffer of its own.
+at::Tensor Gradients::pack() {
+  const at::Tensor packed = DevicePool::empty(buffers_, flat_.layout().total(), dtypes_.transport);
+  if (!any_counts(Kept::local)) {
+    ops::pack_(packed, take_fresh(), flat_.layout().offsets(), scale_);
+    return packed;
+  }
+  add_locally();
+  ops::OptionalTensors whole;
+  whole.push_back(local_);
+  ops::pack_(packed, whole, {0}, scale_);
+  local_ = at::Tensor();
+  for (Slot& slot : slots_) slot.local_counts = false;
+  return packed;
+}
+
+// Makes `sum` ready for what this backward adds; whether there is anything to add to.
+bool Gradients::prepare(at::Tensor& sum, Kept kept) {
+  make(sum);
+  if (std::exchange(reduced_, true)) return true;
+  if (!any_counts(kept)) return false;
+  for (int64_t i = 0; i < flat_.size(); ++i) {
+    if (!counts(slots_[i], kept)) flat_.shard_view(sum, i).zero_();
+  }
+  return true;
+}
+
+void Gradients::reduce() {
+  const at::Tensor packed = pack();
+  Transport& transport = flat_.transport();
+  if (sync_ == Sync::shard) {
+    const bool accumulate = prepare(partial_, Kept::partial);
+    pending_.push_back(transport.reduce_scatter(packed, partial_, accumulate, flat_.channel()));
+    return;
+  }
+  if (partial_.defined()) {
+    for (int64_t i = 0; i < flat_.size(); ++i) {
+      if (!slots_[i].partial_counts) flat_.shard_view(partial_, i).zero_();
+      slots_[i].partial_counts = false;
+    }
+  }
+  const bool accumulate = prepare(main_, Kept::main);
+  pending_.push_back(transport.reduce(packed, std::exchange(partial_, at::Tensor()), main_,
+                                      accumulate, flat_.channel()));
+}
+
+// ---- the end of a backward -------------------------------------------------------------------
 
 void Gradients::finish(const std::vector<bool>& used) {
+  at::NoGradGuard no_grad;
   for (auto& pending : pending_) pending->wait();
   pending_.clear();
+  if (sync_ == Sync::none) take();
+  // What waits takes the place of the main gradient in memory.
+  if (sync_ != Sync::all && !any_counts(Kept::main)) main_ = at::Tensor();
   for (int64_t i = 0; i < flat_.size(); ++i) {
-    slots_[i].shows_main = used.at(i) || slots_[i].main_counts;
-    if (!slots_[i].shows_main) continue;
-    show(i, flat_.shard_view(main_, i));
-    finished_ = true;
+    Slot& slot = slots_[i];
+    if (sync_ == Sync::all) slot.main_counts = slot.main_counts || used.at(i);
+    if (sync_ == Sync::shard) slot.partial_counts = slot.partial_counts || used.at(i);
+    show(i);
+    finished_ = finished_ || (sync_ == Sync::all && slot.shows == Kept::main);
   }
 }
 
-bool Gradients::cleared() {
-  if (!finished_) return false;
-  for (int64_t i = 0; i < flat_.size(); ++i) {
-    const at::Tensor& grad = flat_.param(i).grad();
-    const auto shown = slots_[i].shown.lock();
-    const bool untouched = shown && grad.defined() && grad.unsafeGetTensorImpl() == shown.get() &&
-                           static_cast<uint32_t>(grad._version()) == slots_[i].shown_version;
-    if (slots_[i].shows_main && !untouched) {
-      finished_ = false;
-      return true;
-    }
-  }
-  return false;
+at::Tensor Gradients::shown_part(Kept kept, int64_t i) const {
+  if (kept == Kept::local) return flat_.slice(flat_.full_view(local_, i), i);
+  return flat_.shard_view(kept == Kept::main ? main_ : partial_, i);
 }
 
-void Gradients::keep_local() {
-  at::NoGradGuard no_grad;
-  const bool counts =
-      std::any_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.main_counts; });
-  if (!counts) main_ = at::Tensor();  // the full gradient takes its place in memory
-  for (int64_t i = 0; i < flat_.size(); ++i) {
-    at::Tensor grad = flat_.param(i).grad();
-    if (!grad.defined()) {
-      if (slots_[i].main_counts) show(i, flat_.shard_view(main_, i));
-      continue;
-    }
-    grad = flat_.in_memory_order(grad, i);
-    slots_[i].local = grad;
-    show(i, flat_.slice(grad, i));
-  }
-}
-
-void Gradients::show(int64_t i, at::Tensor grad) {
-  slots_[i].shown = grad.getIntrusivePtr();
-  slots_[i].shown_version = static_cast<uint32_t>(grad._version());
+void Gradients::show(int64_t i) {
+  Slot& slot = slots_[i];
+  slot.shows = slot.local_counts     ? Kept::local
+               : slot.partial_counts ? Kept::partial
+               : slot.main_counts    ? Kept::main
+                                     : Kept::nothing;
+  if (slot.shows == Kept::nothing) return;
+  at::Tensor grad = shown_part(slot.shows, i);
+  slot.shown = grad.getIntrusivePtr();
+  slot.shown_version = static_cast<uint32_t>(grad._version());
   flat_.param(i).mutable_grad() = std::move(grad);
 }
 
@@ -177,38 +257,47 @@ void Gradients::abandon() {
   try {
     for (auto& pending : pending_) pending->wait();
   } catch (const std::exception&) {
-    // The failure is on its way to the user already; the main gradient is lost with it.
-    main_ = at::Tensor();
-    for (Slot& slot : slots_) slot.main_counts = false;
+    // The failure is on its way to the user already; the sums are lost with it.
+    main_ = partial_ = at::Tensor();
+    for (Slot& slot : slots_) slot.main_counts = slot.partial_counts = false;
   }
   pending_.clear();
   for (int64_t i = 0; i < flat_.size(); ++i) {
-    const at::Tensor local = std::move(flat_.param(i).mutable_grad());
     flat_.param(i).mutable_grad() = at::Tensor();
-    if (slots_[i].had_local && local.defined()) {
-      slots_[i].local = local;
-      show(i, flat_.slice(local, i));
-    } else if (slots_[i].main_counts) {
-      show(i, flat_.shard_view(main_, i));
+    show(i);
+  }
+}
+
+// ---- between backwards -----------------------------------------------------------------------
+
+bool Gradients::cleared() {
+  if (!finished_) return false;
+  for (int64_t i = 0; i < flat_.size(); ++i) {
+    if (slots_[i].shows == Kept::main && !is_untouched(slots_[i], flat_.param(i).grad())) {
+      finished_ = false;
+      return true;
     }
   }
+  return false;
 }
 
 bool Gradients::unreduced() const {
   for (int64_t i = 0; i < flat_.size(); ++i) {
-    if (slots_[i].local.defined() && flat_.param(i).grad().defined()) return true;
+    const Kept shows = slots_[i].shows;
+    if ((shows == Kept::local || shows == Kept::partial) && flat_.param(i).grad().defined()) {
+      return true;
+    }
   }
   return false;
 }
 
 void Gradients::settle() {
   at::NoGradGuard no_grad;
-  make_main();
+  make(main_);
   for (int64_t i = 0; i < flat_.size(); ++i) {
     const at::Tensor& grad = flat_.param(i).grad();
-    at::Tensor own = flat_.shard_view(main_, i);
     if (!grad.defined()) {
-      own.zero_();
+      flat_.shard_view(main_, i).zero_();
     } else if (grad.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl() !=
                main_.storage().unsafeGetStorageImpl()) {
       adopt(i, grad);
@@ -217,9 +306,9 @@ void Gradients::settle() {
 }
 
 int64_t Gradients::bytes() const {
-  int64_t bytes = main_.defined() ? static_cast<int64_t>(main_.nbytes()) : 0;
-  for (const Slot& slot : slots_) {
-    if (slot.local.defined()) bytes += static_cast<int64_t>(slot.local.nbytes());
+  int64_t bytes = 0;
+  for (const at::Tensor& buffer : {main_, partial_, local_}) {
+    if (buffer.defined()) bytes += static_cast<int64_t>(buffer.nbytes());
   }
   return bytes;
 }

@@ -7,35 +7,48 @@
 #include <memory>
 #include <vector>
 
+#include "ops/ops.h"
 #include "runtime/flat.h"
 
 namespace zerocore {
 
+// How far a backward takes its gradients.
+enum class Sync {
+  all,    // reduced over all ranks, into the main gradient
+  shard,  // over the shard group; the sum over replicas waits for a backward with Sync::all
+  none,   // kept as full local gradients until a backward with another value
+};
+
+struct GradientDtypes {
+  c10::ScalarType transport;   // of the reduction's messages
+  c10::ScalarType accumulate;  // of everything that is added up over backwards
+};
+
 // [Note: gradients]
-// Between backwards `p.grad` is all there is, so that zero_grad() clears everything:
-//   - the main gradient, a view of this rank's shard of the reduced gradient; or
-//   - after a backward without reduction, this rank's part of the full local gradient that is kept
-//     (what the other parts hold is cleared with it, if it is cleared).
-// A backward starts by putting these aside: autograd then accumulates full local gradients into a
-// clean `p.grad` (or into the kept one). The reduction packs and takes them away; the end of the
-// backward puts the main gradient back. A parameter that no rank used keeps `p.grad is None`.
+// Between backwards `p.grad` is all there is, so that zero_grad() clears everything. It shows
+//   - the main gradient: this rank's shard of the reduced gradient; or
+//   - what waits for its reduction, in part: after Sync::none this rank's part of the full local
+//     gradient, after Sync::shard its shard of the sum over the shard group. The parts that are not
+//     shown are cleared with it.
+// Each is a flat buffer. A backward starts by putting them aside: autograd then accumulates into a
+// clean `p.grad`. When a unit's gradients are there they are taken away: added to the full local
+// gradient, or packed and reduced together with what waits. The end of the backward shows them
+// again. A parameter that no rank used keeps `p.grad is None`.
 class Gradients {
  public:
-  // transport_dtype: of the reduction's messages. scale: factor on every local gradient.
-  Gradients(Flat& flat, c10::ScalarType transport_dtype, double scale,
-            std::shared_ptr<DevicePool> buffers);
+  // scale: factor on every local gradient in the reduction.
+  Gradients(Flat& flat, GradientDtypes dtypes, double scale, std::shared_ptr<DevicePool> buffers);
 
   // Puts the gradients aside. Throws if what is in `p.grad` cannot be accumulated to.
-  void begin();
-  // Whether this backward, or one before it, left a full local gradient for parameter i.
-  bool has_local(int64_t i) const { return flat_.param(i).grad().defined(); }
-  // Packs the local gradients, frees them, and launches the reduction. May be called again in the
-  // same backward: the results add up.
-  void reduce();
-  // Waits for the reductions, and shows the main gradient where `used` (by any rank) says so.
+  void begin(Sync sync);
+  // Whether there is anything to reduce for parameter i: of this backward, or kept by earlier ones.
+  bool has_local(int64_t i) const;
+  // Takes the gradients out of `p.grad`: adds them up locally or launches their reduction. May be
+  // called again in the same backward: the results add up.
+  void take();
+  // Ends a backward: waits for the reductions, and shows gradients. used: by any rank; not asked
+  // for with Sync::none.
   void finish(const std::vector<bool>& used);
-  // Ends a backward without reduction: keeps the full local gradients.
-  void keep_local();
   // Ends a backward that failed: its gradients are dropped, as far as they were not added to
   // others.
   void abandon();
@@ -44,7 +57,7 @@ class Gradients {
   // Whether gradients were shown, and not seen to be cleared.
   bool shown() const { return finished_; }
 
-  // Whether a gradient was kept that was never reduced (nor cleared).
+  // Whether a gradient waits for a reduction (and was not cleared).
   bool unreduced() const;
   // The reduced shard, 1-D; undefined before the first reduction.
   const at::Tensor& main() const { return main_; }
@@ -54,29 +67,44 @@ class Gradients {
   int64_t bytes() const;
 
  private:
+  // What a parameter's gradients before this backward are part of.
+  enum class Kept { nothing, main, local, partial };
   struct Slot {
-    bool main_counts = false;  // the main gradient is to be added to
-    at::Tensor local;          // N-D, full: kept without reduction
-    bool had_local = false;    // this backward adds to such a one
-    bool shows_main = false;   // finish() put the main gradient into p.grad
-    // What finish() or keep_local() put into p.grad. Weak: whoever else holds it keeps its memory.
+    bool main_counts = false;     // the main gradient is to be added to
+    bool local_counts = false;    // so is the local one
+    bool partial_counts = false;  // so is the partial sum
+    Kept shows = Kept::nothing;   // what `p.grad` shows between backwards
+    // The tensor that does. Weak: whoever else holds it keeps its memory.
     c10::weak_intrusive_ptr<c10::TensorImpl> shown{c10::intrusive_ptr<c10::TensorImpl>()};
     uint32_t shown_version = 0;
   };
 
-  void take_aside(int64_t i);
-  void take_local(int64_t i, const at::Tensor& grad);
+  static bool& counts(Slot& slot, Kept kept);
+  bool any_counts(Kept kept);
+  bool is_shown(const Slot& slot, const at::Tensor& grad) const;
+  bool is_untouched(const Slot& slot, const at::Tensor& grad) const;
+  void put_aside(int64_t i);
+  void put_aside_unreduced(int64_t i, const at::Tensor& grad);
+  void copy_replaced(int64_t i, at::Tensor own, const at::Tensor& grad) const;
   void adopt(int64_t i, const at::Tensor& grad);
-  void show(int64_t i, at::Tensor grad);
-  void make_main();
-  void clear_unless_counted();
+  void make(at::Tensor& sum) const;
+  ops::OptionalTensors take_fresh();
+  void add_locally();
+  at::Tensor pack();
+  bool prepare(at::Tensor& sum, Kept kept);
+  void reduce();
+  at::Tensor shown_part(Kept kept, int64_t i) const;
+  void show(int64_t i);
 
   Flat& flat_;
-  const c10::ScalarType transport_dtype_;
+  const GradientDtypes dtypes_;
   const double scale_;
   const std::shared_ptr<DevicePool> buffers_;
-  at::Tensor main_;  // 1-D, of the shard's size and the parameters' dtype
+  at::Tensor main_;     // 1-D, of the shard's size
+  at::Tensor partial_;  // 1-D, of the shard's size: summed over the shard group
+  at::Tensor local_;    // 1-D, of the flat buffer's size: this rank's
   std::vector<Slot> slots_;
+  Sync sync_ = Sync::all;  // of this backward
   bool reduced_ = false;   // in this backward
   bool finished_ = false;  // shown()
   std::vector<std::unique_ptr<Pending>> pending_;

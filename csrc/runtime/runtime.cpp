@@ -42,15 +42,12 @@ int Runtime::add_unit(std::string name, std::vector<FlatParams> flats) {
   unit->name = std::move(name);
   const double scale = 1.0 / (static_cast<double>(transport_->shards()) * transport_->replicas());
   for (FlatParams& group : flats) {
-    FlatOptions flat_options{options_.compute_dtype, options_.persistent};
+    FlatOptions flat_options{options_.compute_dtype, options_.master_dtype, options_.persistent};
     auto flat = std::make_unique<Flat>(unit->name, std::move(group.names), std::move(group.params),
                                        flat_options, *transport_, windows_, next_channel_);
     next_channel_ += 2;
-    const c10::ScalarType dtype = flat->shard().scalar_type();
-    const c10::ScalarType transport_dtype = options_.reduce_dtype && c10::isFloatingType(dtype)
-                                                ? *options_.reduce_dtype
-                                                : flat->compute_dtype();
-    unit->gradients.push_back(std::make_unique<Gradients>(*flat, transport_dtype, scale, buffers_));
+    unit->gradients.push_back(
+        std::make_unique<Gradients>(*flat, gradient_dtypes(*flat), scale, buffers_));
     unit->accumulators.emplace_back(flat->size());
     unit->arrived.emplace_back(flat->size(), false);
     unit->used.emplace_back(flat->size(), false);
@@ -58,6 +55,17 @@ int Runtime::add_unit(std::string name, std::vector<FlatParams> flats) {
   }
   units_.push_back(std::move(unit));
   return static_cast<int>(units_.size()) - 1;
+}
+
+GradientDtypes Runtime::gradient_dtypes(const Flat& flat) const {
+  const c10::ScalarType own = flat.shard().scalar_type();
+  if (!c10::isFloatingType(own)) return {own, own};
+  return {options_.reduce_dtype.value_or(flat.compute_dtype()),
+          options_.accumulate_dtype.value_or(own)};
+}
+
+void Runtime::set_sync(Sync sync) {
+  sync_ = sync == Sync::shard && transport_->replicas() == 1 ? Sync::all : sync;
 }
 
 void Runtime::seal() {
@@ -413,6 +421,12 @@ void Runtime::before_step() {
     }
     for (const auto& flat : unit->flats) flat->drain();
   }
+}
+
+at::Tensor Runtime::main_gradient(int unit, int flat) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  gradients(unit, flat).settle();
+  return gradients(unit, flat).main();
 }
 
 void Runtime::after_step(int unit, int flat) {

@@ -24,8 +24,11 @@ struct RuntimeOptions {
   bool reshard_after_forward = true;  // else the windows of a forward stay for its backward
   int prefetch = 1;                   // units gathered ahead
   int64_t max_window_bytes = 0;       // 0: no limit; at least the root and the largest unit
+  // Of floating tensors; nothing: the parameters' own.
   std::optional<c10::ScalarType> compute_dtype;
   std::optional<c10::ScalarType> reduce_dtype;
+  std::optional<c10::ScalarType> accumulate_dtype;
+  std::optional<c10::ScalarType> master_dtype;
 };
 
 // Parameters of one dtype and device that share a flat buffer.
@@ -74,15 +77,17 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   // Copies of the full parameters of a flat buffer, in its order.
   std::vector<at::Tensor> full_tensors(int unit, int flat);
 
-  // Whether backwards reduce (the default) or keep full local gradients.
-  void set_sync(bool sync) { sync_ = sync; }
-  bool sync() const { return sync_; }
+  // How far backwards take their gradients. Without replicas there is no Sync::shard: it is all.
+  void set_sync(Sync sync);
+  Sync sync() const { return sync_; }
 
   // Ends what an exception left unfinished; shards can be changed afterwards.
   void settle();
   // An optimizer is about to change shards. Throws if gradients wait for their reduction.
   void before_step();
   void after_step(int unit, int flat);
+  // Moves what is in `p.grad` into the main gradient, which is returned; see Gradients::settle.
+  at::Tensor main_gradient(int unit, int flat);
 
   int units() const { return static_cast<int>(units_.size()); }
   int flats(int unit) const { return static_cast<int>(units_.at(unit)->flats.size()); }
@@ -137,6 +142,7 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   void show_all(View view);
   void hold_accumulators(int unit);
   void notice_changes();
+  GradientDtypes gradient_dtypes(const Flat& flat) const;
   at::Tensor gather_original(int unit, int flat);
   int64_t window_bytes(int unit) const;
   void hook_outputs(Call call, const std::vector<at::Tensor>& outputs);
@@ -147,7 +153,7 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   void enter_backward_of(int unit);
   void leave_backward_of(Call call);
   void end_backward();
-  void reduce_unit(int unit);
+  void take_gradients_of(int unit);
   void finish_backward_of(int unit);
   // What ranks tell each other at the end of a backward: see [Note: agreement].
   struct Agreement {
@@ -178,11 +184,11 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   int next_channel_ = 0;
   int64_t next_call_ = 0;
   int depth_ = 0;  // of nested forwards of the root
-  bool sync_ = true;
+  Sync sync_ = Sync::all;
   bool in_backward_ = false;
   // Alive as long as the engine's task of the backward under way: one that failed is gone.
   std::weak_ptr<int> backward_task_;
-  bool backward_reduces_ = true;
+  Sync backward_sync_ = Sync::all;
   bool order_agreed_ = false;
   const char* phase_ = "idle";
 };

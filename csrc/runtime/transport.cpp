@@ -171,7 +171,6 @@ class PairwiseTransport : public Transport {
     if (!names.replicate.empty()) {
       replicate_group_ = c10d::resolve_process_group(names.replicate);
       replicas_ = replicate_group_->getSize();
-      replica_rank_ = replicate_group_->getRank();
     }
   }
 
@@ -183,30 +182,15 @@ class PairwiseTransport : public Transport {
         window);
   }
 
-  std::unique_ptr<Pending> reduce(const at::Tensor& packed, const at::Tensor& out, bool accumulate,
-                                  int channel) override {
-    Scatter first;
-    if (shards_ > 1) {
-      count("reduce_scatter", packed, packed.numel() / shards_ * (shards_ - 1));
-      first = scatter(*poster_, shard_group_, tag(shard_channel_ + channel, Purpose::scatter),
-                      packed, buffers_);
-    } else {
-      first.versions = {packed};
-      first.own = packed;
-    }
-    // The second half of the messages depends on sums over the first: on a thread of its own, so
-    // that neither waits for the other's computation.
-    auto task = std::make_shared<std::packaged_task<void()>>(
-        [=, first = std::move(first), group = replicate_group_, buffers = buffers_, log = log_,
-         poster = poster_, replicate_channel = replicate_channel_ + channel]() mutable {
-          c10::InferenceMode normal(false);
-          at::NoGradGuard no_grad;
-          finish_reduce(*poster, group, buffers, *log, std::move(first), out, accumulate,
-                        replicate_channel);
-        });
-    auto pending = std::make_unique<FuturePending>(task->get_future());
-    finisher_.post([task] { (*task)(); });
-    return pending;
+  std::unique_ptr<Pending> reduce(const at::Tensor& packed, const at::Tensor& partial,
+                                  const at::Tensor& out, bool accumulate, int channel) override {
+    return start_reduce(packed, replicate_group_, partial, out, accumulate, channel);
+  }
+
+  std::unique_ptr<Pending> reduce_scatter(const at::Tensor& packed, const at::Tensor& out,
+                                          bool accumulate, int channel) override {
+    return start_reduce(packed, /*replicas=*/nullptr, /*partial=*/at::Tensor(), out, accumulate,
+                        channel);
   }
 
   void retire(std::unique_ptr<Pending> pending, std::function<void()> then) override {
@@ -231,6 +215,33 @@ class PairwiseTransport : public Transport {
   }
 
  private:
+  std::unique_ptr<Pending> start_reduce(const at::Tensor& packed, const GroupPtr& replicas,
+                                        const at::Tensor& partial, const at::Tensor& out,
+                                        bool accumulate, int channel) {
+    Scatter first;
+    if (shards_ > 1) {
+      count("reduce_scatter", packed, packed.numel() / shards_ * (shards_ - 1));
+      first = scatter(*poster_, shard_group_, tag(shard_channel_ + channel, Purpose::scatter),
+                      packed, buffers_);
+    } else {
+      first.versions = {packed};
+      first.own = packed;
+    }
+    // The second half of the messages depends on sums over the first: on a thread of its own, so
+    // that neither waits for the other's computation.
+    auto task = std::make_shared<std::packaged_task<void()>>(
+        [=, first = std::move(first), buffers = buffers_, log = log_, poster = poster_,
+         replicate_channel = replicate_channel_ + channel]() mutable {
+          c10::InferenceMode normal(false);
+          at::NoGradGuard no_grad;
+          finish_reduce(*poster, replicas, buffers, *log, std::move(first), partial, out,
+                        accumulate, replicate_channel);
+        });
+    auto pending = std::make_unique<FuturePending>(task->get_future());
+    finisher_.post([task] { (*task)(); });
+    return pending;
+  }
+
   static void count(Log& log, const char* kind, const at::Tensor& buffer, int64_t elements) {
     log.count(kind, elements, elements * static_cast<int64_t>(buffer.element_size()));
   }
@@ -240,17 +251,23 @@ class PairwiseTransport : public Transport {
 
   static void finish_reduce(Worker& poster, const GroupPtr& replicas,
                             const std::shared_ptr<DevicePool>& buffers, Log& log, Scatter first,
-                            at::Tensor out, bool accumulate, int channel) {
+                            at::Tensor partial, at::Tensor out, bool accumulate, int channel) {
     Exchange messages = first.messages.valid() ? first.messages.get() : Exchange{};
     wait_all(messages.received);
     if (!replicas) {
+      TORCH_INTERNAL_ASSERT(!partial.defined(), "no sum over replicas to wait for");
       ops::sum_shards_(out, first.versions, accumulate);
       wait_all(messages.sent);
       return;
     }
     // The own slot of `packed` is nobody's message: the sum may take its place.
     at::Tensor sum = first.own;
-    if (first.versions.size() > 1) ops::sum_shards_(sum, first.versions, false);
+    if (partial.defined()) {
+      ops::sum_shards_(partial, first.versions, /*accumulate=*/true);
+      sum.copy_(partial);
+    } else if (first.versions.size() > 1) {
+      ops::sum_shards_(sum, first.versions, /*accumulate=*/false);
+    }
     const int size = replicas->getSize();
     count(log, "all_reduce", sum, 2 * (sum.numel() / size) * (size - 1));
     Scatter second =

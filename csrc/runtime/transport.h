@@ -27,6 +27,7 @@ class Pending {
 //
 //   all_gather   over the shard group
 //   reduce       reduce-scatter over the shard group, then all-reduce over the replicate group
+//   reduce_scatter  the first half of it
 //   broadcast    from the first rank of both
 //
 // Every sum is taken in rank order, with fp32 (or wider) accumulation, and rounded once to the
@@ -43,9 +44,13 @@ class Transport {
   // window: 1-D, shards() equal slots, this rank's one filled. Fills the others.
   virtual std::unique_ptr<Pending> all_gather(const at::Tensor& window, int channel) = 0;
   // packed: 1-D, shards() equal slots, overwritten. Stores this rank's slot of the sum over all
-  // ranks in `out` (of the slot's size), or adds it.
-  virtual std::unique_ptr<Pending> reduce(const at::Tensor& packed, const at::Tensor& out,
-                                          bool accumulate, int channel) = 0;
+  // ranks in `out` (of the slot's size), or adds it. partial: what earlier calls of reduce_scatter
+  // have summed, added to this one's and overwritten; or undefined.
+  virtual std::unique_ptr<Pending> reduce(const at::Tensor& packed, const at::Tensor& partial,
+                                          const at::Tensor& out, bool accumulate, int channel) = 0;
+  // The sum over the shard group alone.
+  virtual std::unique_ptr<Pending> reduce_scatter(const at::Tensor& packed, const at::Tensor& out,
+                                                  bool accumulate, int channel) = 0;
   virtual void broadcast(const at::Tensor& buffer) = 0;
   // Drains without waiting for it, then calls `then`. Whoever goes while peers may still read what
   // it sent leaves its collectives here: gloo never sends the rest of a message that is forgotten,
@@ -56,7 +61,6 @@ class Transport {
   int shards_ = 1;
   int replicas_ = 1;
   int shard_rank_ = 0;
-  int replica_rank_ = 0;
 };
 
 // Names of registered process groups; empty: a group of one rank. Other users of a group have other
