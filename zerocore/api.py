@@ -225,8 +225,7 @@ def _facts(
 
 def _own_buffers(model: nn.Module) -> list[torch.Tensor]:
     """Buffers outside of submodules that an earlier call has taken over."""
-    taken = registry.taken_modules(model)
-    modules = [module for module in model.modules() if module not in taken]
+    modules = registry.own_modules(model)
     return [buffer for module in modules for buffer in module.buffers(recurse=False)]
 
 

@@ -49,8 +49,9 @@ class MixedPrecision:
             model, which are cast to it.
         reduce: dtype in which gradients travel; sums are taken in fp32 and rounded to it once.
             None: the same as `param`.
-        buffer: dtype of floating buffers while modules compute. Their values are kept, and saved,
-            in the buffers' own dtype. None: the buffers' own.
+        buffer: dtype of floating buffers while modules compute, and of what modules write to them.
+            The values are kept, saved and loaded in the buffers' own dtype, and so are batch norm's
+            updates of its running statistics. None: the buffers' own.
         output: dtype to which floating outputs of the model are cast. None: left as they are.
         accumulate: dtype of gradients that are added up over micro-batches: of the main gradient,
             and of the full local one that `zerocore.no_sync` keeps.

@@ -74,9 +74,10 @@ def all_sharded() -> list[Sharded]:
     return list(_models.values())
 
 
-def taken_modules(model: nn.Module) -> set[nn.Module]:
-    """The modules of the sharded models in `model`."""
-    return {module for root in model.modules() if root in _models for module in root.modules()}
+def own_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules of `model` outside of the sharded models in it."""
+    taken = {module for root in model.modules() if root in _models for module in root.modules()}
+    return [module for module in model.modules() if module not in taken]
 
 
 def require_sharded(model: nn.Module, caller: str) -> list[Sharded]:

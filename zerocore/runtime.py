@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from zerocore import _C, registry
+from zerocore.buffers import Buffers
 from zerocore.groups import Groups, reserve_channels
 from zerocore.policy import Lifetimes, MixedPrecision
 from zerocore.units import UnitPlan
@@ -86,6 +87,7 @@ class Sharded:
         options: as given to `zerocore.shard`.
         units, elements: name and number of elements of each unit; unit 0 is the root.
         flats: the parameters of each flat buffer of each unit.
+        buffers: what `MixedPrecision.buffer` does, for the modules that this call owns.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class Sharded:
         for unit, plan in enumerate(plans[1:], start=1):
             for module in plan.modules:
                 self._hook_unit(module, unit)
+        self.buffers = Buffers(registry.own_modules(model), mixed.buffer if mixed else None)
         registry.add_model(model, self)
 
     def _add_unit(self, plan: UnitPlan) -> None:
@@ -157,6 +160,7 @@ class Sharded:
                     "hooks but not its shards; build a second model and load the state_dict()"
                 )
             self._check_devices(args, kwargs)
+            self.buffers.show()
             core.begin_forward(torch.is_grad_enabled())
             return (cast(args, mixed.param), cast(kwargs, mixed.param)) if mixed else None
 

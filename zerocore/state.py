@@ -18,7 +18,8 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
     """The model's state with full tensors under the original names, as before `zerocore.shard`.
 
     A collective over the model's ranks, which gathers unit by unit. Parameters come in their own
-    dtype (fp32 master values under mixed precision), as copies; buffers are this rank's.
+    dtype (fp32 master values under mixed precision), as copies; buffers are this
+    rank's, in their own dtype too.
 
     Args:
         rank0_only: other ranks take part but get an empty dict, and hold one unit at most.
@@ -71,6 +72,15 @@ class StateHooks:
             tensors = self._sharded.core.full_tensors(unit, flat)
             for index, name in wanted:
                 state[name] = tensors[index]
+        self._save_buffers(module, state, prefix)
+
+    def _save_buffers(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        for path, child in module.named_modules(remove_duplicate=False):
+            for name in child._buffers:
+                key = f"{prefix}{path}.{name}" if path else prefix + name
+                values = self._sharded.buffers.saved(child, name) if key in state else None
+                if values is not None:
+                    state[key] = values
 
     def _before_load(
         self,
@@ -96,6 +106,14 @@ class StateHooks:
             if not self._sharded.core.is_open(entry.unit):
                 self._sharded.core.settle()
                 self._replace_by_slice(state, key, param, entry, errors)
+        if not metadata.get("assign_to_params_buffers"):  # else the next forward finds the new ones
+            self._load_buffers(module, state, prefix)
+
+    def _load_buffers(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        for name in module._buffers.keys() - module._non_persistent_buffers_set:
+            source = state.get(prefix + name)
+            if isinstance(source, torch.Tensor):
+                state[prefix + name] = self._sharded.buffers.load(module, name, source)
 
     def _replace_by_slice(
         self,
