@@ -11,7 +11,7 @@ except ImportError as error:
         "you use installed; it must be built again when torch changes."
     ) from error
 
-from zerocore.api import info, no_sync, shard, stats
+from zerocore.api import info, ledger, no_sync, shard, stats
 from zerocore.norm import clip_grad_norm_
 from zerocore.optim import AdamW
 from zerocore.policy import MixedPrecision
@@ -26,6 +26,7 @@ __all__ = [
     "full_state_dict",
     "gathered",
     "info",
+    "ledger",
     "no_sync",
     "shard",
     "stats",

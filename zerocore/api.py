@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerocore import _C, norm, registry, scaler, stepping
 from zerocore import groups as process_groups
+from zerocore.ledger import Ledger
 from zerocore.policy import STAGES, MixedPrecision
 from zerocore.runtime import Options, Sharded
 from zerocore.state import StateHooks
@@ -300,3 +301,17 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> S
         ValueError: if `model` is not sharded.
     """
     return Stats(model, optimizer)
+
+
+def ledger(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Ledger:
+    """The bytes that this rank holds now, by category and dtype, measured; see `Ledger`.
+
+    `print(zerocore.ledger(model, optimizer))` shows them as a table. Not a collective.
+
+    Args:
+        optimizer: to count the bytes of its state as well.
+
+    Raises:
+        ValueError: if `model` is not sharded.
+    """
+    return Ledger.of(model, registry.require_sharded(model, "zerocore.ledger"), optimizer)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from zerocore import registry
+from zerocore.ledger import holdings
 
 
 class Collectives(NamedTuple):
@@ -89,20 +90,10 @@ class Stats:
         moments: tensors of the optimizer's state, if one was given, without step counters.
         """
         held = {"parameters": 0, "gradients": 0, "master": 0}
-        for sharded in self._sharded:
-            core = sharded.core
-            stays = sharded.options.lifetimes.full_parameters_stay
-            for unit, flats in enumerate(sharded.flats):
-                for flat in range(len(flats)):
-                    shard = core.shard(unit, flat)
-                    if stays:
-                        held["parameters"] += core.window_bytes(unit, flat)
-                    if not core.shard_is_slot(unit, flat):
-                        narrow = core.compute_dtype(unit, flat) != shard.dtype
-                        held["master" if narrow else "parameters"] += shard.nbytes
-                    held["gradients"] += core.gradient_bytes(unit, flat)
         if self._optimizer is not None:
-            held["moments"] = _moment_bytes(self._optimizer)
+            held["moments"] = 0
+        for holding in holdings(self._sharded, self._optimizer):
+            held[holding.category] += holding.bytes
         return held
 
     @property
@@ -120,13 +111,3 @@ class Stats:
         """Forgets collectives, the log, and the peak of the windows."""
         for sharded in self._sharded:
             sharded.core.reset_stats()
-
-
-def _moment_bytes(optimizer: torch.optim.Optimizer) -> int:
-    storages = {}
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
-                storage = value.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
