@@ -126,6 +126,8 @@ void bind_runtime(py::module_& m) {
       .def("is_open", &Runtime::is_open)
       .def("window_bytes",
            [](Runtime& self, int unit, int flat) { return self.flat(unit, flat).window_bytes(); })
+      .def("gradient_dtype",
+           [](Runtime& self, int unit, int flat) { return self.gradients(unit, flat).dtype(); })
       .def("gradient_bytes",
            [](Runtime& self, int unit, int flat) { return self.gradients(unit, flat).bytes(); })
       .def("main_gradient", no_gil(&Runtime::main_gradient))

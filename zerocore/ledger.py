@@ -120,16 +120,8 @@ def _flat_holdings(sharded: Sharded, unit: int, flat: int) -> Iterator[Holding]:
     if not core.shard_is_slot(unit, flat):
         category = "parameters" if compute == shard.dtype else "master"
         yield Holding(category, shard.dtype, shard.nbytes)
-    dtype = _gradient_dtype(sharded, unit, flat)
-    yield Holding("gradients", dtype, core.gradient_bytes(unit, flat))
-
-
-def _gradient_dtype(sharded: Sharded, unit: int, flat: int) -> torch.dtype:
-    """Of the gradients shown, or that the next ones will have: cleared ones keep their memory."""
-    for param in sharded.flats[unit][flat]:
-        if param.grad is not None:
-            return param.grad.dtype
-    return sharded.core.shard(unit, flat).dtype
+    gradients = core.gradient_bytes(unit, flat)
+    yield Holding("gradients", core.gradient_dtype(unit, flat), gradients)
 
 
 def _moments(optimizer: torch.optim.Optimizer) -> Iterator[Holding]:

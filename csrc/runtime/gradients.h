@@ -63,8 +63,9 @@ class Gradients {
   const at::Tensor& main() const { return main_; }
   // Moves what is in `p.grad` into the main gradient, as zeros where it is None.
   void settle();
-  // Bytes held now.
+  // Bytes held now, and the dtype of all of them.
   int64_t bytes() const;
+  c10::ScalarType dtype() const { return dtypes_.accumulate; }
 
  private:
   // What a parameter's gradients before this backward are part of.
