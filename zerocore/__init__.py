@@ -12,13 +12,16 @@ except ImportError as error:
     ) from error
 
 from zerocore.api import info, ledger, no_sync, shard, stats
+from zerocore.ema import EMA
 from zerocore.norm import clip_grad_norm_
 from zerocore.optim import AdamW
+from zerocore.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
 from zerocore.policy import MixedPrecision
 from zerocore.scaler import GradScaler
 from zerocore.state import full_state_dict, gathered
 
 __all__ = [
+    "EMA",
     "AdamW",
     "GradScaler",
     "MixedPrecision",
@@ -27,7 +30,9 @@ __all__ = [
     "gathered",
     "info",
     "ledger",
+    "load_optimizer_state_dict",
     "no_sync",
+    "optimizer_state_dict",
     "shard",
     "stats",
 ]

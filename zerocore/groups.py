@@ -218,6 +218,36 @@ def agree(
                 )
 
 
+def exchange(
+    caller: str, groups: list[Groups], error: Exception | None, values: list[Any]
+) -> list[list[tuple[int, Any]]]:
+    """(rank, value) of every rank of each of several models. A collective over all of them.
+
+    Args:
+        caller: what the user called, for the error.
+        groups: the models', one for each of `values`.
+        error: what is wrong on this rank, if anything.
+
+    Raises:
+        Exception: this rank's `error`.
+        ValueError: for another rank's.
+    """
+    mine = repr(error) if error is not None else None
+    answers = []
+    for some, value in zip(groups, values, strict=True):
+        everyone: list[Any] = [(mine, value)] * len(some.ranks.all)
+        if some.control is not None:
+            dist.all_gather_object(everyone, (mine, value), group=some.control)
+        answers.append(list(zip(sorted(some.ranks.all), everyone, strict=True)))
+    if error is not None:
+        raise error
+    for everyone in answers:
+        for rank, (theirs, _) in everyone:
+            if theirs is not None:
+                raise ValueError(f"{caller} failed on rank {rank}: {theirs}")
+    return [[(rank, value) for rank, (_, value) in everyone] for everyone in answers]
+
+
 def broadcast_from_first(tensors: list[torch.Tensor], groups: Groups) -> None:
     """Rank 0's values, in place and byte for byte."""
     if groups.control is None:

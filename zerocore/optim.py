@@ -18,6 +18,11 @@ def _padded(stop: int) -> int:
     return -(-stop // _C.ALIGNMENT) * _C.ALIGNMENT
 
 
+def _view(moments: torch.Tensor, param: torch.Tensor, start: int) -> torch.Tensor:
+    """The part of 1-D moments that belongs to `param`, element by element, in its memory order."""
+    return moments.as_strided(param.shape, param.stride(), start)
+
+
 @dataclass
 class _Buffer:
     """Parameters that are stepped together: those of a flat shard, or one that is not sharded.
@@ -232,7 +237,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _adopt_state(self, buffer: _Buffer) -> None:
         """Moves moments that were loaded, or made before a change of groups, into flat buffers."""
-        for param, start, stop in buffer.members:
+        for param, start, _ in buffer.members:
             state = self.state.get(param)
             if not state:
                 continue
@@ -245,7 +250,7 @@ class AdamW(torch.optim.Optimizer):
                         f"{tuple(param.shape)}, got {tuple(old.shape)}; state of whole parameters "
                         "does not fit shards"
                     )
-                state[key] = getattr(buffer, key)[start:stop].view(param.shape).copy_(old)
+                state[key] = _view(getattr(buffer, key), param, start).copy_(old)
         self._adopt_counters(buffer)
 
     def _adopt_counters(self, buffer: _Buffer) -> None:
@@ -320,10 +325,9 @@ class AdamW(torch.optim.Optimizer):
                 self._make_moments(buffer)
                 counter = torch.zeros((), device=buffer.exp_avg.device)
                 for i in leaving:
-                    param, start, stop = buffer.members[i]
+                    param, start, _ = buffer.members[i]
                     for key in ("exp_avg", "exp_avg_sq"):
-                        moment = getattr(buffer, key)[start:stop]
-                        self.state[param][key] = moment.view(param.shape)
+                        self.state[param][key] = _view(getattr(buffer, key), param, start)
             own = counter.clone()
             for i in leaving:
                 self._set_counter(buffer, i, own)

@@ -66,6 +66,32 @@ def map_tensors(value: Any, change: Any) -> Any:
     return value
 
 
+def _require_original(module: nn.Module, original: nn.Module | None, what: str) -> None:
+    if module is not original:
+        raise RuntimeError(
+            f"zerocore: expected {what} that was sharded, got a copy, which has its hooks but not "
+            "its shards; build and shard a second model and load the state_dict()"
+        )
+
+
+def _refuse_copies(model: nn.Module) -> None:
+    """Makes copy.deepcopy of the modules with parameters an error: they would be copies of shards.
+
+    copy.deepcopy looks for `__deepcopy__` on the object itself.
+    """
+    for module in model.modules():
+        if any(registry.entry_of(param) is not None for param in module.parameters()):
+            module.__deepcopy__ = _refuse_copy
+
+
+def _refuse_copy(memo: Any) -> None:
+    raise RuntimeError(
+        "zerocore: expected copy.deepcopy before zerocore.shard, got it for a module of a sharded "
+        "model (torch.optim.swa_utils.AveragedModel copies too); use zerocore.EMA(model) for "
+        "averaged weights, else build and shard a second model and load the state_dict()"
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """The options of one `zerocore.shard` call, checked."""
@@ -88,6 +114,7 @@ class Sharded:
         units, elements: name and number of elements of each unit; unit 0 is the root.
         flats: the parameters of each flat buffer of each unit.
         buffers: what `MixedPrecision.buffer` does, for the modules that this call owns.
+        shows_average: a `zerocore.EMA` has put averages in the place of the parameters.
     """
 
     def __init__(
@@ -98,6 +125,7 @@ class Sharded:
         self.units = [plan.name for plan in plans]
         self.elements = [sum(p.numel() for _, p in plan.params) for plan in plans]
         self.flats: list[list[list[nn.Parameter]]] = []
+        self.shows_average = False
         self._warned = False
         mixed = options.mixed_precision
         devices = {p.device for plan in plans for _, p in plan.params}
@@ -128,6 +156,7 @@ class Sharded:
             for module in plan.modules:
                 self._hook_unit(module, unit)
         self.buffers = Buffers(registry.own_modules(model), mixed.buffer if mixed else None)
+        _refuse_copies(model)
         registry.add_model(model, self)
 
     def _add_unit(self, plan: UnitPlan) -> None:
@@ -154,11 +183,7 @@ class Sharded:
             return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if module is not original():
-                raise RuntimeError(
-                    "zerocore: expected the model that was sharded, got a copy, which has its "
-                    "hooks but not its shards; build a second model and load the state_dict()"
-                )
+            _require_original(module, original(), "the model")
             self._check_devices(args, kwargs)
             self.buffers.show()
             core.begin_forward(torch.is_grad_enabled())
@@ -175,8 +200,10 @@ class Sharded:
 
     def _hook_unit(self, module: nn.Module, unit: int) -> None:
         core = self.core
+        original, what = weakref.ref(module), f"unit {self.units[unit]!r}"
 
-        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            _require_original(module, original(), what)
             core.pre_forward(unit, tensors_in((args, kwargs)))
 
         def after(_: nn.Module, args: Any, output: Any) -> None:

@@ -104,7 +104,7 @@ class StateHooks:
                     "must stay the same objects, got assign=True"
                 )
             if not self._sharded.core.is_open(entry.unit):
-                self._sharded.core.settle()
+                self._sharded.core.before_write()
                 self._replace_by_slice(state, key, param, entry, errors)
         if not metadata.get("assign_to_params_buffers"):  # else the next forward finds the new ones
             self._load_buffers(module, state, prefix)

@@ -68,6 +68,11 @@ def _prepare(optimizer: Optimizer) -> None:
     """Makes sure that all gradients are reduced, and in the dtype that the optimizer expects."""
     models = _places_of(optimizer)
     for sharded in models:
+        if sharded.shows_average:
+            raise RuntimeError(
+                "zerocore: expected optimizer.step() outside of zerocore.EMA.applied(), where the "
+                "model has its own parameters, got it inside"
+            )
         sharded.core.before_step()
     mixed = [sharded.options.mixed_precision for sharded in models]
     # zerocore's own optimizer reads main gradients of any dtype.

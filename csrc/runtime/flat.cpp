@@ -172,6 +172,12 @@ at::Tensor Flat::full_view(const at::Tensor& full, int64_t i) const {
   return make_view(full, layout_.offset(i), sizes_[i], strides_[i]);
 }
 
+std::vector<at::Tensor> Flat::clones(const at::Tensor& full) const {
+  std::vector<at::Tensor> tensors;
+  for (int64_t i = 0; i < size(); ++i) tensors.push_back(full_view(full, i).clone());
+  return tensors;
+}
+
 at::Tensor Flat::shard_view(const at::Tensor& buffer, int64_t i) const {
   if (layout_.shards() == 1) return make_view(buffer, layout_.offset(i), sizes_[i], strides_[i]);
   const Range range = layout_.within_shard(i, transport_.shard_rank());
@@ -315,17 +321,17 @@ void Flat::release_window() {
 at::Tensor Flat::gather_original() {
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
-  at::Tensor full = window_;
-  if (shard_is_slot_) {
-    if (stale()) start_gather();
-    finish_gather();
-  } else if (layout_.shards() == 1) {
-    full = shard_;
-  } else {
-    full = at::empty({layout_.total()}, shard_.options());
-    own_slot(full).copy_(shard_);
-    transport_.all_gather(full, channel_ + 1)->drain();
-  }
+  if (!shard_is_slot_) return gather(shard_);
+  if (stale()) start_gather();
+  finish_gather();
+  return window_;
+}
+
+at::Tensor Flat::gather(const at::Tensor& part) {
+  if (layout_.shards() == 1) return part;
+  const at::Tensor full = at::empty({layout_.total()}, part.options());
+  own_slot(full).copy_(part);
+  transport_.all_gather(full, channel_ + 1)->drain();
   return full;
 }
 

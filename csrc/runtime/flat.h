@@ -96,12 +96,17 @@ class Flat {
 
   // The full parameters in their own dtype, 1-D and padded; a collective unless resident.
   at::Tensor gather_original();
+  // Such a buffer of what every rank's `part` (1-D, of the shard's size, any dtype) holds; a
+  // collective. In a group of one it is the part itself.
+  at::Tensor gather(const at::Tensor& part);
   // View::original over such a buffer, and its end. write: rank 0's content becomes the
   // parameters'.
   void open_original(const at::Tensor& full);
   void close_original(const at::Tensor& full, bool write);
   // Parameter i as a view of such a buffer (of any dtype).
   at::Tensor full_view(const at::Tensor& full, int64_t i) const;
+  // Copies of all parameters in it.
+  std::vector<at::Tensor> clones(const at::Tensor& full) const;
 
   // A view of parameter i's part in `buffer` (1-D, of the shard's size).
   at::Tensor shard_view(const at::Tensor& buffer, int64_t i) const;

@@ -383,9 +383,19 @@ std::vector<at::Tensor> Runtime::full_tensors(int unit, int flat) {
   const Flat& source = this->flat(unit, flat);
   const at::Tensor full =
       units_[unit]->originals.empty() ? gather_original(unit, flat) : units_[unit]->originals[flat];
-  std::vector<at::Tensor> tensors;
-  for (int64_t i = 0; i < source.size(); ++i) tensors.push_back(source.full_view(full, i).clone());
-  return tensors;
+  return source.clones(full);
+}
+
+std::vector<at::Tensor> Runtime::gather_tensors(int unit, int flat, const at::Tensor& part) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  Flat& source = this->flat(unit, flat);
+  TORCH_CHECK_VALUE(part.dim() == 1 && part.numel() == source.layout().shard_numel(),
+                    "zerocore: expected a 1-D tensor of ", source.layout().shard_numel(),
+                    " elements, as the shard of unit '", unit_name(unit), "' has, got the shape ",
+                    part.sizes());
+  c10::InferenceMode normal(false);
+  at::NoGradGuard no_grad;
+  return source.clones(source.gather(part));
 }
 
 bool Runtime::computing() const {
@@ -408,9 +418,17 @@ void Runtime::settle() {
   phase_ = "idle";
 }
 
-void Runtime::before_step() {
+void Runtime::before_write() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   settle();
+  for (const auto& unit : units_) {
+    for (const auto& flat : unit->flats) flat->drain();
+  }
+}
+
+void Runtime::before_step() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  before_write();
   for (const auto& unit : units_) {
     TORCH_CHECK(unit->opened == 0, "zerocore: expected optimizer.step() outside of ",
                 "zerocore.gathered(), got unit '", unit->name, "' opened by it");
@@ -419,7 +437,6 @@ void Runtime::before_step() {
                   unit->name, "' that were never reduced; expected the last backward before a ",
                   "step outside of zerocore.no_sync()");
     }
-    for (const auto& flat : unit->flats) flat->drain();
   }
 }
 

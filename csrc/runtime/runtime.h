@@ -76,6 +76,9 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   bool is_open(int unit) const { return units_.at(unit)->opened > 0; }
   // Copies of the full parameters of a flat buffer, in its order.
   std::vector<at::Tensor> full_tensors(int unit, int flat);
+  // The same of other values of the parameters, of which `part` (1-D, of the shard's size, any
+  // dtype) holds this rank's.
+  std::vector<at::Tensor> gather_tensors(int unit, int flat, const at::Tensor& part);
 
   // How far backwards take their gradients. Without replicas there is no Sync::shard: it is all.
   void set_sync(Sync sync);
@@ -83,6 +86,8 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
 
   // Ends what an exception left unfinished; shards can be changed afterwards.
   void settle();
+  // The same, and waits until the peers have read the shards: they can be written to afterwards.
+  void before_write();
   // An optimizer is about to change shards. Throws if gradients wait for their reduction.
   void before_step();
   void after_step(int unit, int flat);

@@ -1,0 +1,400 @@
+"""Optimizer state as full tensors by parameter name, and back."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from zerocore import groups as process_groups
+from zerocore import registry
+from zerocore.optim import AdamW
+from zerocore.runtime import Sharded
+
+# State of torch.optim with one number a parameter. Only asked about where the shapes do not tell,
+# in a state that holds nothing but 0-dim parameters.
+_SCALARS = ("step", "eta", "mu", "mu_product")
+
+
+class _Place(NamedTuple):
+    """A parameter of the optimizer, and where it lives."""
+
+    name: str
+    param: torch.Tensor
+    sharded: Sharded | None  # None: an ordinary parameter of the model
+    entry: registry.Entry | None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the full parameter."""
+        return self.param.shape if self.entry is None else self.entry.shape
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank holds the full parameter's state."""
+        return self.sharded is None or len(self.sharded.groups.ranks.shard) == 1
+
+    def shard_shape(self) -> torch.Size:
+        """Of this rank's shard; the parameter may show something else now."""
+        if self.whole or self.entry is None:
+            return self.shape
+        entry = self.entry
+        start, stop = self.sharded.core.within_shard(entry.unit, entry.flat, entry.index)
+        if entry.shape:
+            return torch.Size([stop - start] + [1] * (len(entry.shape) - 1))
+        return torch.Size([] if stop > start else [0])
+
+
+class _Fact(NamedTuple):
+    """What ranks tell each other about one value of the state; the first three must be equal."""
+
+    name: str
+    key: str
+    what: str  # dtype, or the type of what is no tensor
+    shape: tuple[int, ...] | None
+    fits: bool  # it has the shape of the rank's shard
+
+
+def optimizer_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False
+) -> dict[str, Any]:
+    """The optimizer's state with full tensors under the parameters' names, at any stage.
+
+    The format of torch.distributed.checkpoint.state_dict.get_optimizer_state_dict with
+    full_state_dict=True, which its set_optimizer_state_dict reads into the optimizer of a plain
+    model: `{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], ...}]}`. State
+    of elements has the parameter's full shape, the parameter's memory order and the state's own
+    dtype; values with one number a parameter (step) are as they are. Everything is a copy. A tied
+    parameter has the first of its names; a parameter without state has no entry in "state".
+
+    A collective over the model's ranks, which gathers one key of one flat buffer at a time.
+
+    Args:
+        optimizer: any elementwise optimizer of parameters of `model`.
+        rank0_only: other ranks take part but get an empty dict.
+
+    Raises:
+        ValueError: if `model` is not sharded, a parameter of the optimizer is not in it, a value
+            is neither one number nor of the parameter's shape, or ranks have different state. All
+            on every rank.
+    """
+    caller = "zerocore.optimizer_state_dict"
+    models = registry.require_sharded(model, caller)
+    places: list[list[_Place]] = []
+    error = None
+    try:
+        places = _places(model, optimizer, caller)
+    except ValueError as caught:
+        error = caught
+    members = list(itertools.chain.from_iterable(places))
+    held = {place.name: dict(optimizer.state.get(place.param, {})) for place in members}
+    facts = [_facts(members, held, sharded) for sharded in models]
+    answers = process_groups.exchange(caller, [s.groups for s in models], error, facts)
+    keep = not rank0_only or models[0].groups.first
+    by_name = {place.name: place for place in members}
+    full: dict[tuple[str, str], torch.Tensor] = {}
+    for sharded, everyone in zip(models, answers, strict=True):
+        names = _elementwise(caller, everyone)
+        full |= _gather(sharded, [(by_name[n], k) for n, k in names], held, keep)
+    if not keep:
+        return {}
+    state = {
+        name: {
+            key: full[name, str(key)] if (name, str(key)) in full else _copied(value)
+            for key, value in values.items()
+        }
+        for name, values in held.items()
+        if values
+    }
+    options = [
+        {key: _copied(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    if isinstance(optimizer, AdamW):  # torch's loading accepts no option that its AdamW lacks
+        for group in options:
+            group["decoupled_weight_decay"] = group.pop("decoupled")
+    named = [{"params": [p.name for p in group]} for group in places]
+    return {"state": state, "param_groups": [o | n for o, n in zip(options, named, strict=True)]}
+
+
+def _places(model: nn.Module, optimizer: torch.optim.Optimizer, caller: str) -> list[list[_Place]]:
+    """The optimizer's parameters, group by group."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    places = []
+    for index, group in enumerate(optimizer.param_groups):
+        places.append([])
+        for param in group["params"]:
+            if id(param) not in names:
+                raise ValueError(
+                    f"{caller}: expected an optimizer of the model's parameters, got one of shape "
+                    f"{tuple(param.shape)} in param group {index} that is not in the model"
+                )
+            entry = registry.entry_of(param)
+            sharded = entry.sharded() if entry is not None else None
+            places[-1].append(_Place(names[id(param)], param, sharded, entry))
+    return places
+
+
+def _facts(
+    members: list[_Place], held: Mapping[str, Mapping[Any, Any]], sharded: Sharded
+) -> list[_Fact]:
+    """What this rank holds of the parameters of one sharded model, in an order all ranks share."""
+    facts = []
+    for place in members:
+        if place.sharded is not sharded:
+            continue
+        for key, value in sorted(held[place.name].items(), key=lambda item: str(item[0])):
+            if isinstance(value, torch.Tensor):
+                fits = value.shape == place.shard_shape()
+                fact = _Fact(place.name, str(key), str(value.dtype), tuple(value.shape), fits)
+            else:
+                fact = _Fact(place.name, str(key), type(value).__name__, None, False)
+            facts.append(fact)
+    return facts
+
+
+def _elementwise(caller: str, everyone: list[tuple[int, list[_Fact]]]) -> list[tuple[str, str]]:
+    """(name, key) of the values that are split as the parameters are.
+
+    A single rank cannot tell: its shard of a 0-dim parameter has the shape of a step count. Every
+    rank comes to the same result, or error.
+    """
+    _check_same(caller, everyone)
+    found = []
+    for column in zip(*(facts for _, facts in everyone), strict=True):
+        fact = column[0]
+        if all(f.fits for f in column):
+            found.append((fact.name, fact.key))
+        elif any(f.shape for f in column):
+            shapes = {rank: f.shape for (rank, _), f in zip(everyone, column, strict=True)}
+            raise ValueError(
+                f"{caller}: expected {fact.key!r} of {fact.name!r} with the shape of each rank's "
+                f"shard, or one number, got the shapes {shapes} by rank; state that an optimizer "
+                "made before zerocore.shard, or that is not elementwise, does not fit shards"
+            )
+    return found
+
+
+def _check_same(caller: str, everyone: list[tuple[int, list[_Fact]]]) -> None:
+    first, reference = everyone[0]
+    for rank, facts in everyone[1:]:
+        for expected, got in itertools.zip_longest(reference, facts):
+            if expected is None or got is None or expected[:3] != got[:3]:
+                raise ValueError(
+                    f"{caller}: expected the same optimizer state on every rank, got a "
+                    f"difference: rank {first} has {_described(expected)}, rank {rank} has "
+                    f"{_described(got)}"
+                )
+
+
+def _described(fact: _Fact | None) -> str:
+    return f"{fact.key!r} of {fact.name!r} ({fact.what})" if fact is not None else "nothing more"
+
+
+def _gather(
+    sharded: Sharded,
+    wanted: list[tuple[_Place, str]],
+    held: Mapping[str, Mapping[Any, Any]],
+    keep: bool,
+) -> dict[tuple[str, str], torch.Tensor]:
+    """Full tensors by (name, key); nothing unless `keep`."""
+    buffers: dict[tuple[int, int, str, torch.dtype], list[tuple[_Place, torch.Tensor]]] = {}
+    for place, key in wanted:
+        value = next(v for k, v in held[place.name].items() if str(k) == key).detach()
+        buffer = (place.entry.unit, place.entry.flat, key, value.dtype)
+        buffers.setdefault(buffer, []).append((place, value))
+    core = sharded.core
+    full = {}
+    for (unit, flat, key, dtype), members in buffers.items():
+        if members[0][0].whole:
+            if keep:
+                full |= {(place.name, key): value.clone() for place, value in members}
+            continue
+        shard = core.shard(unit, flat)
+        part = torch.zeros_like(shard, dtype=dtype)
+        for place, value in members:
+            start, stop = core.within_shard(unit, flat, place.entry.index)
+            part[start:stop] = value.reshape(-1)
+        tensors = core.gather_tensors(unit, flat, part)
+        if keep:
+            full |= {(place.name, key): tensors[place.entry.index] for place, _ in members}
+    return full
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def load_optimizer_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+) -> None:
+    """Loads what `optimizer_state_dict` gave, at any stage, on any number of ranks.
+
+    Accepts as well what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict gives for
+    a plain model. Parameters are found by name: groups, and names in a group, may come in another
+    order. Options of the groups and all state are replaced, as torch.optim.Optimizer.load_state_dict
+    does (state of elements is cast to the shard's dtype); nothing keeps memory of `state_dict`.
+
+    A collective over the model's ranks, each with the whole `state_dict`.
+
+    Raises:
+        ValueError: if `model` is not sharded, a parameter of the optimizer is not in it, names are
+            missing or unknown, the param groups or shapes are others, `state_dict` is keyed by
+            number as optimizer.state_dict() is, or ranks have different state. All on every rank,
+            before anything changes.
+    """
+    caller = "zerocore.load_optimizer_state_dict"
+    models = registry.require_sharded(model, caller)
+    places: list[list[_Place]] = []
+    options: list[Mapping[str, Any]] = []
+    state: dict[str, Mapping[Any, Any]] = {}
+    error = None
+    try:
+        places = _places(model, optimizer, caller)
+        _check_format(caller, state_dict)
+        options = _matched_groups(caller, places, state_dict["param_groups"])
+        state = _checked_state(caller, places, state_dict["state"])
+    except ValueError as caught:
+        error = caught
+    members = [place for group in places for place in group if place.name in state]
+    facts = [_facts(members, state, sharded) for sharded in models]
+    for everyone in process_groups.exchange(caller, [s.groups for s in models], error, facts):
+        _check_same(caller, everyone)
+    _replace(optimizer, places, options, state)
+
+
+def _check_format(caller: str, state_dict: Mapping[str, Any]) -> None:
+    parts = [state_dict.get(k) for k in ("state", "param_groups")] if state_dict else [None, None]
+    if not isinstance(parts[0], Mapping) or not isinstance(parts[1], list):
+        raise ValueError(
+            f"{caller}: expected a dict with 'state' and 'param_groups', as "
+            f"zerocore.optimizer_state_dict gives it, got {type(state_dict).__name__} with the "
+            f"keys {list(state_dict or [])[:5]}"
+        )
+    keys = itertools.chain(parts[0], *(group["params"] for group in parts[1]))
+    for key in keys:
+        if not isinstance(key, str):
+            raise ValueError(
+                f"{caller}: expected parameters by name, got {key!r}, as in optimizer.state_dict(); "
+                "save with zerocore.optimizer_state_dict(model, optimizer), or from a plain model "
+                "with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
+            )
+
+
+def _matched_groups(
+    caller: str, places: list[list[_Place]], saved: list[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """The saved group of the same names for each of the optimizer's; empty ones in their order."""
+    if len(saved) != len(places):
+        raise ValueError(
+            f"{caller}: expected {len(places)} param groups, as the optimizer has, got {len(saved)}"
+        )
+    wanted = [{place.name for place in group} for group in places]
+    got = [set(group["params"]) for group in saved]
+    for what, some in (
+        ("missing", set().union(*wanted) - set().union(*got)),
+        ("unknown", set().union(*got) - set().union(*wanted)),
+    ):
+        if some:
+            raise ValueError(
+                f"{caller}: expected the optimizer's parameters in 'param_groups', got {what} names: "
+                f"{_some(some)}"
+            )
+    left = list(range(len(saved)))
+    matched = []
+    for index, names in enumerate(wanted):
+        same = [i for i in left if got[i] == names]
+        if not same:
+            raise ValueError(
+                f"{caller}: expected a param group of the same parameters as the optimizer's group "
+                f"{index} ({_some(names)}), got them grouped otherwise"
+            )
+        left.remove(same[0])
+        matched.append(saved[same[0]])
+    return matched
+
+
+def _some(names: set[str]) -> str:
+    return ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _checked_state(
+    caller: str, places: list[list[_Place]], saved: Mapping[str, Mapping[Any, Any]]
+) -> dict[str, Mapping[Any, Any]]:
+    """The saved state by name, of which every tensor is full or one number."""
+    by_name = {place.name: place for group in places for place in group}
+    unknown = set(saved) - set(by_name)
+    if unknown:
+        raise ValueError(
+            f"{caller}: expected state of the optimizer's parameters, got unknown names: "
+            f"{_some(unknown)}"
+        )
+    for name, values in saved.items():
+        shape = by_name[name].shape
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != shape:
+                raise ValueError(
+                    f"{caller}: expected {key!r} of {name!r} with the full shape {tuple(shape)}, or "
+                    f"one number, got the shape {tuple(value.shape)}"
+                )
+    return {name: values for name, values in saved.items() if values}
+
+
+def _scalar_keys(
+    places: list[list[_Place]], state: Mapping[str, Mapping[Any, Any]]
+) -> dict[Any, bool]:
+    """Whether a key holds one number a parameter, as parameters that are no numbers show it."""
+    keys = {}
+    for place in itertools.chain.from_iterable(places):
+        for key, value in state.get(place.name, {}).items() if place.shape else ():
+            if isinstance(value, torch.Tensor):
+                keys[key] = value.dim() == 0
+    return keys
+
+
+def _replace(
+    optimizer: torch.optim.Optimizer,
+    places: list[list[_Place]],
+    options: list[Mapping[str, Any]],
+    state: Mapping[str, Mapping[Any, Any]],
+) -> None:
+    """Gives the optimizer this rank's part of the state."""
+    scalars = _scalar_keys(places, state)
+    numbers = itertools.count()
+    parts: dict[int, dict[Any, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    members: dict[int, _Place] = {}
+    for group, saved in zip(places, options, strict=True):
+        # Names that the user gave to the optimizer stay with their parameters.
+        kept = {k: _copied(v) for k, v in saved.items() if k not in ("params", "param_names")}
+        ids = [next(numbers) for _ in group]
+        groups.append(kept | {"params": ids})
+        members |= zip(ids, group, strict=True)
+    for number, place in members.items():
+        if place.name in state:
+            parts[number] = {
+                key: _part(place, value, scalars.get(key, key in _SCALARS))
+                for key, value in state[place.name].items()
+            }
+    optimizer.load_state_dict({"state": parts, "param_groups": groups})
+    # It casts numbers too, to the dtype of the parameter, in which they may lose bits.
+    for number, values in parts.items():
+        loaded = optimizer.state[members[number].param]
+        for key, value in values.items():
+            number_of_own = isinstance(value, torch.Tensor) and value.dim() == 0 and key != "step"
+            if number_of_own and scalars.get(key, key in _SCALARS):
+                loaded[key] = value
+
+
+def _part(place: _Place, value: Any, scalar: bool) -> Any:
+    """This rank's part of a value of the state, as a copy."""
+    one_number = not isinstance(value, torch.Tensor) or (value.dim() == 0 and place.shape)
+    if place.sharded is None or one_number or (scalar and value.dim() == 0):
+        return _copied(value)
+    entry = place.entry
+    full = value.detach()
+    return place.sharded.core.slice(entry.unit, entry.flat, entry.index, full).clone()
