@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,12 +25,35 @@ _ELEMENTWISE = tuple(
     for name in ("SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop ASGD".split())
 )
 
+# State of torch.optim that is one number a parameter: a 0-dim one, like that of a 0-dim parameter.
+_ONE_NUMBER = frozenset(("step", "eta", "mu", "mu_product"))
+
 _Places = dict[Sharded, set[tuple[int, int]]]
-_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_places: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], dict]] = (
-    weakref.WeakKeyDictionary()
-)
+_warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _installed = False
+
+
+@dataclass
+class _Plan:
+    """What is known of an optimizer as long as its fingerprint stays the same.
+
+    Attributes:
+        flats: the (unit, flat buffer) pairs whose parameters it steps.
+        checked: whether it may step them.
+    """
+
+    fingerprint: tuple[int, ...]
+    flats: dict[weakref.ref[Sharded], set[tuple[int, int]]]
+    checked: bool = False
+
+    def places(self) -> _Places:
+        """`flats` of the models that are still alive."""
+        return {
+            sharded: flats for ref, flats in self.flats.items() if (sharded := ref()) is not None
+        }
+
+
+_plans: weakref.WeakKeyDictionary[Optimizer, _Plan] = weakref.WeakKeyDictionary()
 
 
 def install() -> None:
@@ -43,38 +68,46 @@ def install() -> None:
 def _before(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if not _places_of(optimizer):
-        return None
-    for sharded in _places_of(optimizer):
-        if optimizer not in _checked:
+    """Checks what the step will work on; torch steps with the arguments that are returned."""
+    plan = _plan_of(optimizer)
+    places = plan.places()
+    if not plan.checked:
+        for sharded in places:
             _check(optimizer, sharded)
-    _prepare(optimizer)
-    # args[0] is the optimizer. The gradients of a closure come when the step is under way.
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if not callable(closure):
+        plan.checked = True
+    _prepare(optimizer, places)
+    if not places:
         return None
+    if callable(kwargs.get("closure")):
+        return args, kwargs | {"closure": _checked_closure(kwargs["closure"], optimizer, places)}
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], _checked_closure(args[1], optimizer, places), *args[2:]), kwargs
+    return None
 
-    def with_care() -> Any:
+
+def _checked_closure(
+    closure: Callable[[], Any], optimizer: Optimizer, places: _Places
+) -> Callable[[], Any]:
+    """The closure makes the gradients that are stepped: they are prepared when it is done."""
+
+    def checked() -> Any:
         loss = closure()
-        _prepare(optimizer)
+        _prepare(optimizer, places)
         return loss
 
-    if len(args) > 1:
-        return (args[0], with_care, *args[2:]), kwargs
-    return args, {**kwargs, "closure": with_care}
+    return checked
 
 
-def _prepare(optimizer: Optimizer) -> None:
+def _prepare(optimizer: Optimizer, places: _Places) -> None:
     """Makes sure that all gradients are reduced, and in the dtype that the optimizer expects."""
-    models = _places_of(optimizer)
-    for sharded in models:
+    for sharded in places:
         if sharded.shows_average:
             raise RuntimeError(
                 "zerocore: expected optimizer.step() outside of zerocore.EMA.applied(), where the "
                 "model has its own parameters, got it inside"
             )
         sharded.core.before_step()
-    mixed = [sharded.options.mixed_precision for sharded in models]
+    mixed = [sharded.options.mixed_precision for sharded in places]
     # zerocore's own optimizer reads main gradients of any dtype.
     own = type(optimizer).__module__.startswith("zerocore.")
     if own or not any(m and m.accumulate != (m.master or m.param) for m in mixed):
@@ -86,29 +119,27 @@ def _prepare(optimizer: Optimizer) -> None:
 
 
 def _after(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    for sharded, flats in _places_of(optimizer).items():
+    for sharded, flats in _plan_of(optimizer).places().items():
         for unit, flat in flats:
             sharded.core.after_step(unit, flat)
-        _checked.add(optimizer)
 
 
-def _places_of(optimizer: Optimizer) -> _Places:
-    """The flat buffers whose parameters the optimizer steps."""
+def _plan_of(optimizer: Optimizer) -> _Plan:
     fingerprint = registry.fingerprint(optimizer)
-    known = _places.get(optimizer)
-    if known is None or known[0] != fingerprint:
-        found: dict[weakref.ref[Sharded], set[tuple[int, int]]] = {}
+    plan = _plans.get(optimizer)
+    if plan is None or plan.fingerprint != fingerprint:
+        flats: dict[weakref.ref[Sharded], set[tuple[int, int]]] = {}
         for group in optimizer.param_groups:
             for param in group["params"]:
                 entry = registry.entry_of(param)
                 if entry is not None:
-                    found.setdefault(entry.sharded, set()).add((entry.unit, entry.flat))
-        known = _places[optimizer] = (fingerprint, found)
-    return {sharded: flats for ref, flats in known[1].items() if (sharded := ref()) is not None}
+                    flats.setdefault(entry.sharded, set()).add((entry.unit, entry.flat))
+        plan = _plans[optimizer] = _Plan(fingerprint, flats)
+    return plan
 
 
 def _check(optimizer: Optimizer, sharded: Sharded) -> None:
-    """Refuses optimizers that cannot work on shards.
+    """Refuses optimizers that cannot work on shards; cuts state that was made before `shard`.
 
     Raises:
         RuntimeError: for an optimizer that needs whole parameters, or state of whole ones.
@@ -125,26 +156,44 @@ def _check(optimizer: Optimizer, sharded: Sharded) -> None:
             "(AdamW, SGD, ...) or stage 0"
         )
     known = isinstance(optimizer, _ELEMENTWISE) or kind.__module__.startswith("zerocore.")
-    if not known and sharded.groups.first:
+    if not known and sharded.groups.first and optimizer not in _warned:
+        _warned.add(optimizer)
         warnings.warn(
             f"zerocore: {kind.__name__} steps shards of parameters; the result is right only if "
             "its update of an element depends on nothing but that element and its history",
             stacklevel=4,
         )
+    _cut_state(optimizer, sharded)
+
+
+def _cut_state(optimizer: Optimizer, sharded: Sharded) -> None:
+    """Cuts state of whole parameters that took no step yet (Adagrad's constructor makes it)."""
+    cuts: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for group in optimizer.param_groups:
         for param in group["params"]:
-            _check_state(optimizer, param)
+            entry = registry.entry_of(param)
+            if entry is None or entry.sharded() is not sharded:
+                continue
+            state = optimizer.state.get(param, {})
+            for key, value in state.items():
+                whole = isinstance(value, torch.Tensor) and value.shape == entry.shape
+                if not whole or value.shape == param.shape or _is_one_number(optimizer, key, value):
+                    continue
+                if float(state.get("step", 1)) > 0:
+                    raise RuntimeError(
+                        f"zerocore: expected optimizer state of shards, got {key!r} of "
+                        f"{entry.name!r} with the full shape {tuple(value.shape)}; call "
+                        "zerocore.shard before the optimizer's first step"
+                    )
+                own = sharded.core.slice(entry.unit, entry.flat, entry.index, value.detach())
+                dtype = param.dtype if own.is_floating_point() else own.dtype
+                cuts.append((state, key, own.to(dtype, copy=True)))
+    # Not before all of it is found to be initial: an error leaves the state as it was.
+    for state, key, own in cuts:
+        state[key] = own
 
 
-def _check_state(optimizer: Optimizer, param: torch.Tensor) -> None:
-    entry = registry.entry_of(param)
-    if entry is None:
-        return
-    for key, value in optimizer.state.get(param, {}).items():
-        full = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == entry.shape
-        if full and value.shape != param.shape:
-            raise RuntimeError(
-                f"zerocore: expected optimizer state of shards, got {key!r} of {entry.name!r} with "
-                f"the full shape {tuple(value.shape)}; call zerocore.shard before the optimizer's "
-                "first step"
-            )
+def _is_one_number(optimizer: Optimizer, key: str, value: torch.Tensor) -> bool:
+    """Whether a 0-dim tensor is no state of elements, as far as the optimizer is known."""
+    known = isinstance(optimizer, _ELEMENTWISE)
+    return value.dim() == 0 and (key in _ONE_NUMBER or not known)
