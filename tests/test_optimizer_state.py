@@ -141,7 +141,7 @@ def train_all(stage, steps, saved=None, rank0_only=False, kinds=tuple(ALL), **op
 
 
 def assert_same_state(found, expected, same=assert_same):
-    """Equal names, keys, dtypes, shapes, strides and bits, but for parameters that never stepped."""
+    """Equal names, keys, dtypes, shapes, strides and bits, but for what never stepped."""
     assert found["state"].keys() - {"second.idle"} == expected["state"].keys() - {"second.idle"}
     for name in found["state"].keys() - {"second.idle"}:
         same(found["state"][name], expected["state"][name])
@@ -229,7 +229,7 @@ def test_through_a_plain_model_and_back(ranks, saved):
 
 
 def narrow_numbers():
-    """bf16 parameters, whose optimizer keeps fp32 numbers; and a model of a 0-dim parameter only."""
+    """bf16 parameters, whose optimizer keeps fp32 numbers; a model of a 0-dim parameter only."""
     results = []
     for build in (lambda: Net().bfloat16(), lambda: Part(scale=torch.tensor(3.0))):
         model = zerocore.shard(build(), 3)
@@ -255,6 +255,28 @@ def test_numbers_keep_their_dtype_and_shape(ranks):
             assert shapes and all(shapes)
 
 
+def partly_plain():
+    """A model of which only a part is sharded: the state before and after loading it."""
+    results = []
+    for state in (None, "of the first"):
+        model = nn.ModuleDict({"ours": sharded(3), "plain": nn.Linear(3, 2)})
+        opt = zerocore.AdamW(model.named_parameters(), lr=0.1)
+        if state is None:
+            model["plain"].weight.grad = torch.full((2, 3), 4.0)
+            model["ours"](0, dist.get_rank(), dist.get_world_size()).backward()
+            opt.step()
+        else:
+            zerocore.load_optimizer_state_dict(model, opt, results[0])
+        results.append(zerocore.optimizer_state_dict(model, opt))
+    return results
+
+
+def test_parameters_that_are_not_sharded_are_taken_as_they_are(ranks):
+    for before, after in ranks(2, partly_plain):
+        assert before["state"]["plain.weight"]["exp_avg"].shape == (2, 3)
+        assert_same_state(after, before)
+
+
 def without(state, name):
     for group in state["param_groups"]:
         group["params"] = [n for n in group["params"] if n != name]
@@ -268,7 +290,7 @@ def moved(state):
 BAD_STATES = {
     "no dict": (lambda s: None, "optimizer_state_dict"),
     "no groups": (lambda s: s.pop("param_groups"), "param_groups"),
-    "number": (lambda s: s["state"].update({0: {}}), "optimizer_state_dict(model, optimizer)"),
+    "number": (lambda s: s["state"].update({0: {}}), "save with zerocore.optimizer_state_dict"),
     "missing": (lambda s: without(s, "last.bias"), "last.bias"),
     "unknown": (lambda s: s["param_groups"][0]["params"].append("strange"), "strange"),
     "unknown state": (lambda s: s["state"].update(strange={}), "strange"),

@@ -35,7 +35,7 @@ class _Average:
     kept: torch.Tensor | None = None
 
     def shard(self) -> torch.Tensor:
-        """This rank's part of the parameters, 1-D."""
+        """The parameters on this rank, 1-D."""
         return self.sharded.core.shard(self.unit, self.flat)
 
     def swap(self) -> None:
@@ -106,6 +106,9 @@ class EMA:
         if not averages:
             raise ValueError("zerocore.EMA: expected trainable parameters, got none")
         self._averages = list(averages.values())
+        averaged = {name for average in self._averages for name, _ in average.names}
+        every = model.named_parameters(remove_duplicate=False)
+        self._names = [name for name, _ in every if name in averaged]
 
     @torch.no_grad()
     def update(self, decay: float | None = None) -> None:
@@ -179,7 +182,7 @@ class EMA:
             core = average.sharded.core
             tensors = core.gather_tensors(average.unit, average.flat, average.values)
             state |= {name: tensors[index] for name, index in average.names}
-        return state
+        return {name: state[name] for name in self._names}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:

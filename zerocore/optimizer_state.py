@@ -111,7 +111,7 @@ def optimizer_state_dict(
         if values
     }
     options = [
-        {key: _copied(value) for key, value in group.items() if key != "params"}
+        {k: _copied(v) for k, v in group.items() if k not in ("params", "param_names")}
         for group in optimizer.param_groups
     ]
     if isinstance(optimizer, AdamW):  # torch's loading accepts no option that its AdamW lacks
@@ -236,8 +236,8 @@ def load_optimizer_state_dict(
 
     Accepts as well what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict gives for
     a plain model. Parameters are found by name: groups, and names in a group, may come in another
-    order. Options of the groups and all state are replaced, as torch.optim.Optimizer.load_state_dict
-    does (state of elements is cast to the shard's dtype); nothing keeps memory of `state_dict`.
+    order. Options of the groups and all state are replaced, by the optimizer's own load_state_dict
+    (which casts state of elements to the shard's dtype); nothing keeps memory of `state_dict`.
 
     A collective over the model's ranks, each with the whole `state_dict`.
 
@@ -264,6 +264,8 @@ def load_optimizer_state_dict(
     facts = [_facts(members, state, sharded) for sharded in models]
     for everyone in process_groups.exchange(caller, [s.groups for s in models], error, facts):
         _check_same(caller, everyone)
+    for sharded in models:
+        sharded.core.settle()  # parameters show their shards, in the dtype that state is cast to
     _replace(optimizer, places, options, state)
 
 
@@ -279,9 +281,9 @@ def _check_format(caller: str, state_dict: Mapping[str, Any]) -> None:
     for key in keys:
         if not isinstance(key, str):
             raise ValueError(
-                f"{caller}: expected parameters by name, got {key!r}, as in optimizer.state_dict(); "
-                "save with zerocore.optimizer_state_dict(model, optimizer), or from a plain model "
-                "with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
+                f"{caller}: expected parameters by name, got {key!r}, as in "
+                "optimizer.state_dict(); save with zerocore.optimizer_state_dict, or from a plain "
+                "model with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
             )
 
 
@@ -301,8 +303,8 @@ def _matched_groups(
     ):
         if some:
             raise ValueError(
-                f"{caller}: expected the optimizer's parameters in 'param_groups', got {what} names: "
-                f"{_some(some)}"
+                f"{caller}: expected the optimizer's parameters in 'param_groups', got {what} "
+                f"names: {_some(some)}"
             )
     left = list(range(len(saved)))
     matched = []
@@ -338,22 +340,23 @@ def _checked_state(
         for key, value in values.items():
             if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != shape:
                 raise ValueError(
-                    f"{caller}: expected {key!r} of {name!r} with the full shape {tuple(shape)}, or "
-                    f"one number, got the shape {tuple(value.shape)}"
+                    f"{caller}: expected {key!r} of {name!r} with the full shape {tuple(shape)}, "
+                    f"or one number, got the shape {tuple(value.shape)}"
                 )
     return {name: values for name, values in saved.items() if values}
 
 
-def _scalar_keys(
-    places: list[list[_Place]], state: Mapping[str, Mapping[Any, Any]]
-) -> dict[Any, bool]:
-    """Whether a key holds one number a parameter, as parameters that are no numbers show it."""
-    keys = {}
-    for place in itertools.chain.from_iterable(places):
-        for key, value in state.get(place.name, {}).items() if place.shape else ():
+def _scalar_keys(members: list[_Place], state: Mapping[str, Mapping[Any, Any]]) -> set[Any]:
+    """The keys that hold one number a parameter.
+
+    A 0-dim parameter's own tensors cannot tell: other parameters do.
+    """
+    scalar = dict.fromkeys(_SCALARS, True)
+    for place in members:
+        for key, value in state[place.name].items() if place.shape else ():
             if isinstance(value, torch.Tensor):
-                keys[key] = value.dim() == 0
-    return keys
+                scalar[key] = value.dim() == 0
+    return {key for key, one_number in scalar.items() if one_number}
 
 
 def _replace(
@@ -363,37 +366,31 @@ def _replace(
     state: Mapping[str, Mapping[Any, Any]],
 ) -> None:
     """Gives the optimizer this rank's part of the state."""
-    scalars = _scalar_keys(places, state)
-    numbers = itertools.count()
-    parts: dict[int, dict[Any, Any]] = {}
-    groups: list[dict[str, Any]] = []
-    members: dict[int, _Place] = {}
+    members = list(itertools.chain.from_iterable(places))
+    scalar = _scalar_keys([place for place in members if place.name in state], state)
+    parts = {
+        index: {key: _part(place, v, key in scalar) for key, v in state[place.name].items()}
+        for index, place in enumerate(members)
+        if place.name in state
+    }
+    groups = []
+    indices = itertools.count()
     for group, saved in zip(places, options, strict=True):
         # Names that the user gave to the optimizer stay with their parameters.
         kept = {k: _copied(v) for k, v in saved.items() if k not in ("params", "param_names")}
-        ids = [next(numbers) for _ in group]
-        groups.append(kept | {"params": ids})
-        members |= zip(ids, group, strict=True)
-    for number, place in members.items():
-        if place.name in state:
-            parts[number] = {
-                key: _part(place, value, scalars.get(key, key in _SCALARS))
-                for key, value in state[place.name].items()
-            }
+        groups.append(kept | {"params": [next(indices) for _ in group]})
     optimizer.load_state_dict({"state": parts, "param_groups": groups})
-    # It casts numbers too, to the dtype of the parameter, in which they may lose bits.
-    for number, values in parts.items():
-        loaded = optimizer.state[members[number].param]
-        for key, value in values.items():
-            number_of_own = isinstance(value, torch.Tensor) and value.dim() == 0 and key != "step"
-            if number_of_own and scalars.get(key, key in _SCALARS):
-                loaded[key] = value
+    # It casts single numbers too to the parameter's dtype, in which they may lose bits; the step
+    # count it leaves alone, or puts where the optimizer needs it.
+    for index, values in parts.items():
+        numbers = {k: values[k] for k in values.keys() & scalar - {"step"}}
+        optimizer.state[members[index].param].update(numbers)
 
 
 def _part(place: _Place, value: Any, scalar: bool) -> Any:
-    """This rank's part of a value of the state, as a copy."""
-    one_number = not isinstance(value, torch.Tensor) or (value.dim() == 0 and place.shape)
-    if place.sharded is None or one_number or (scalar and value.dim() == 0):
+    """The part of a value of the state that belongs to the rank, as a copy."""
+    elementwise = isinstance(value, torch.Tensor) and (value.dim() > 0 or not scalar)
+    if place.sharded is None or not elementwise:
         return _copied(value)
     entry = place.entry
     full = value.detach()

@@ -75,13 +75,12 @@ def _require_original(module: nn.Module, original: nn.Module | None, what: str) 
 
 
 def _refuse_copies(model: nn.Module) -> None:
-    """Makes copy.deepcopy of the modules with parameters an error: they would be copies of shards.
+    """Makes copy.deepcopy of the modules an error: they would have copies of shards.
 
     copy.deepcopy looks for `__deepcopy__` on the object itself.
     """
     for module in model.modules():
-        if any(registry.entry_of(param) is not None for param in module.parameters()):
-            module.__deepcopy__ = _refuse_copy
+        module.__deepcopy__ = _refuse_copy
 
 
 def _refuse_copy(memo: Any) -> None:
