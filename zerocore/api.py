@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from zerocore import _C, norm, registry, scaler, stepping
+from zerocore import _C, norm, registry, scaler, stepping, tensor_parallel
 from zerocore import groups as process_groups
 from zerocore.ledger import Ledger
 from zerocore.policy import STAGES, MixedPrecision
@@ -40,6 +41,11 @@ def shard(
     buffers stay local afterwards. Gradients are averaged over all ranks. Parameters that an earlier
     call took over (of a submodule, with another mesh or stage) are left alone.
 
+    A parameter that is a DTensor (tensor parallel) is replaced by a plain one, of which each rank
+    shards its local tensor; optimizers are to be made afterwards. Inside the forward of the module
+    that owns it, and in state dicts, it is a DTensor as before. `mesh` must not contain the ranks
+    that share it.
+
     A collective over the ranks of `mesh`.
 
     Args:
@@ -60,8 +66,10 @@ def shard(
     Raises:
         RuntimeError: if there is no process group, or the model was sharded before.
         ValueError: for an option out of range, units that match nothing, a model without
-            parameters, a budget smaller than what the model needs at once, or ranks that disagree.
-        NotImplementedError: for parameters that are not supported yet (DTensors, other devices).
+            parameters, a budget smaller than what the model needs at once, DTensors over ranks of
+            `mesh`, or ranks that disagree.
+        NotImplementedError: for parameters that are not supported yet (other devices, DTensors with
+            other placements than Shard and Replicate).
     """
     error = process_groups.check_mesh(mesh)
     sharded_state = _is_stage(stage) and STAGES[stage].sharded
@@ -69,21 +77,31 @@ def shard(
     ranks = process_groups.resolve_ranks(None if error else mesh, sharded_state)
     control = process_groups.make_control(ranks)
     plans: list[UnitPlan] = []
+    parts: list[tensor_parallel.Part] = []
     options = None
     try:
         options = _options(
             stage, mixed_precision, reshard_after_forward, prefetch, bucket_bytes, max_window_bytes
         )
+        if isinstance(model, nn.Module):
+            parts = tensor_parallel.parts_of(model, ranks.all)
+            tensor_parallel.replace(parts)
         _check_model(model)
         plans = plan_units(model, units, bucket_bytes, taken=_is_taken)
         _check_budget(plans, options, ranks)
     except (ValueError, RuntimeError, TypeError) as caught:
         error = error or caught
-    process_groups.agree(control, ranks, error, _facts(model, options, plans))
+    facts = _facts(model, options, plans) + tensor_parallel.facts(parts)
+    try:
+        process_groups.agree(control, ranks, error, facts)
+    except BaseException:
+        tensor_parallel.restore(parts)
+        raise
     groups = process_groups.make_groups(ranks, control)
+    tensor_parallel.hook(parts)  # before the hooks of units
     with torch.no_grad():
         process_groups.broadcast_from_first(_own_buffers(model), groups)
-        sharded = Sharded(model, plans, groups, options)
+        sharded = Sharded(model, plans, groups, options, _forget_originals(parts))
     StateHooks(model, sharded)
     stepping.install()
     norm.install()
@@ -224,10 +242,22 @@ def _facts(
     return facts
 
 
+def _forget_originals(
+    parts: list[tensor_parallel.Part],
+) -> dict[nn.Parameter, tensor_parallel.TensorParallel]:
+    """How the parameters in the places of DTensors lie; the memory of those may be freed."""
+    how = {part.local: part.how for part in parts}
+    while parts:
+        part = parts.pop()
+        registry.add_replaced(part.original, part.name)
+    return how
+
+
 def _own_buffers(model: nn.Module) -> list[torch.Tensor]:
     """Buffers outside of submodules that an earlier call has taken over."""
     modules = registry.own_modules(model)
-    return [buffer for module in modules for buffer in module.buffers(recurse=False)]
+    buffers = [buffer for module in modules for buffer in module.buffers(recurse=False)]
+    return [b.to_local() if isinstance(b, DTensor) else b for b in buffers]
 
 
 @contextlib.contextmanager
@@ -268,7 +298,7 @@ class Info(NamedTuple):
     """A parameter, and the part of it that this rank holds."""
 
     name: str
-    shape: torch.Size  # of the full parameter
+    shape: torch.Size  # of the full parameter; with tensor parallelism, of this rank's part of it
     dtype: torch.dtype
     unit: str  # '' is the root
     start: int  # this rank holds elements [start, stop) of the parameter, flattened in the order of

@@ -202,18 +202,19 @@ def agree(
     dist.all_gather_object(everyone, mine, group=control)
     if error is not None:
         raise error
-    for rank, (theirs, _) in zip(ranks.all, everyone, strict=True):
+    order = sorted(ranks.all)  # a group's, whatever the mesh's
+    for rank, (theirs, _) in zip(order, everyone, strict=True):
         if theirs is not None:
             raise ValueError(f"zerocore.shard failed on rank {rank}: {theirs}")
     reference = everyone[0][1]
-    for rank, (_, values) in zip(ranks.all, everyone, strict=True):
+    for rank, (_, values) in zip(order, everyone, strict=True):
         for i in range(max(len(reference), len(values))):
             expected = reference[i] if i < len(reference) else ("nothing", "")
             got = values[i] if i < len(values) else ("nothing", "")
             if expected != got:
                 raise ValueError(
                     "zerocore.shard: expected the same call on every rank, got a difference: "
-                    f"rank {ranks.all[0]} has {expected[0]} {expected[1]}, rank {rank} has "
+                    f"rank {order[0]} has {expected[0]} {expected[1]}, rank {rank} has "
                     f"{got[0]} {got[1]}"
                 )
 
@@ -263,27 +264,35 @@ def broadcast_from_first(tensors: list[torch.Tensor], groups: Groups) -> None:
 
 
 def reduce_over_shards(value: torch.Tensor, groups: Groups, maximum: bool = False) -> torch.Tensor:
-    """The sum (or maximum, NaN if there is one) of a 0-dim tensor over the shard group."""
-    return _reduce(value, groups.shard, maximum)
+    """As `reduce_over` the shard group."""
+    return reduce_over(value, (groups.shard,), maximum)
 
 
 def reduce_over_all(value: torch.Tensor, groups: Groups, maximum: bool = False) -> torch.Tensor:
-    """The sum (or maximum, NaN if there is one) of a 0-dim tensor over all ranks."""
-    return _reduce(value, groups.control, maximum)
+    """As `reduce_over` all ranks of the model."""
+    return reduce_over(value, (groups.control,), maximum)
 
 
-def _reduce(value: torch.Tensor, group: dist.ProcessGroup | None, maximum: bool) -> torch.Tensor:
-    if group is None:
-        return value
-    if not maximum:
-        total = value.clone()
-        dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
-        return total
-    # What a backend makes of the maximum of NaN and a number is its own affair.
-    nan = value.isnan()
-    both = torch.stack([torch.where(nan, torch.zeros_like(value), value), nan.to(value.dtype)])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    return torch.where(both[1] > 0, torch.full_like(value, math.nan), both[0])
+def reduce_over(
+    value: torch.Tensor, groups: Iterable[dist.ProcessGroup | None], maximum: bool = False
+) -> torch.Tensor:
+    """The sum (or maximum) over process groups, one after the other; None is a group of one.
+
+    Args:
+        value: a floating tensor of any shape. NaN and inf of any rank reach all.
+    """
+    for group in groups:
+        if group is None:
+            continue
+        if not maximum:
+            value = value.clone()
+            dist.all_reduce(value, group=group)
+            continue
+        # gloo's maximum forgets the NaN of any rank but the first: it travels as a flag.
+        pair = torch.stack([value.nan_to_num(0.0, math.inf, -math.inf), value.isnan().to(value)])
+        dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
+        value = torch.where(pair[1] > 0, math.nan, pair[0])
+    return value
 
 
 def widest(models: Iterable[Groups]) -> Groups:

@@ -12,14 +12,17 @@ from torch.nn.utils import clip_grad as torchs
 from zerocore import groups, ops, registry
 from zerocore.groups import Groups
 from zerocore.runtime import Sharded
+from zerocore.tensor_parallel import TensorParallel
 
-Part = tuple[Sharded | None, torch.Tensor]  # the model that owns a gradient, and this rank's part
+# The model that owns a gradient, where tensor-parallel ranks have the rest, and this rank's part.
+Part = tuple[Sharded | None, TensorParallel | None, torch.Tensor]
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scales the gradients so that their global norm is at most `max_norm`.
 
-    As torch.nn.utils.clip_grad_norm_ on the unsharded model. A collective over the shard group.
+    As torch.nn.utils.clip_grad_norm_ on the unsharded model. A collective over the shard group, and
+    over the tensor-parallel ranks: an element that several of them hold counts once.
 
     Args:
         norm_type: 2, 1, any other positive power, or `inf` for the largest magnitude.
@@ -38,16 +41,17 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         raise ValueError(f"norm_type: expected a positive number, got {norm_type}")
     for sharded in models:
         sharded.core.before_step()
-    parts = [(s, p.grad) for s in models for p in s.params() if p.grad is not None]
-    norm = grad_norm(parts, norm_type, models).float()
-    grads = [grad for _, grad in parts]
+    params = [(s, p) for s in models for p in s.params() if p.grad is not None]
+    parts = [(s, registry.entry_of(p).tensor_parallel, p.grad) for s, p in params]
+    norm = grad_norm(parts, models, norm_type).float()
+    grads = [grad for _, _, grad in parts]
     if grads:
         torch._foreach_mul_(grads, clip_coefficient(norm, max_norm))
     return norm
 
 
 def grad_norm(
-    parts: Iterable[Part], norm_type: float = 2.0, models: Iterable[Sharded] = ()
+    parts: Iterable[Part], models: Iterable[Sharded], norm_type: float = 2.0
 ) -> torch.Tensor:
     """The norm over the whole of all gradients, of which sharded ones are summed over ranks.
 
@@ -56,18 +60,32 @@ def grad_norm(
 
     Args:
         parts: this rank's gradients.
-        models: sharded models that take part even without a gradient; others are those of `parts`.
+        models: the sharded models of the parts, in an order that all ranks share.
 
     Returns:
         A 0-dim fp64 tensor, equal on every rank. Sums are taken in fp64, so that their order hardly
         matters. Not finite if any element on any rank is not.
     """
     maximum = math.isinf(norm_type)
-    sums: dict[Sharded | None, torch.Tensor] = {m: _nothing() for m in models}
-    for sharded, grad in parts:
-        value = _measure(grad.detach(), norm_type) if grad.numel() else _nothing()
-        sums[sharded] = _join(sums[sharded], value, maximum) if sharded in sums else value
-    total = _over_ranks(sums, maximum)
+    # By model and tensor-parallel ranks, in an order that all ranks share: that of the gradients
+    # may differ between them.
+    sums: dict[tuple[Sharded | None, tuple], torch.Tensor] = {(None, ()): _nothing()}
+    for sharded in models:
+        for ranks in [(), *sharded.tensor_parallel_groups]:
+            sums[sharded, ranks] = _nothing()
+    for sharded, how, grad in parts:
+        if grad.numel() == 0:
+            continue
+        value = _measure(grad.detach(), norm_type)
+        key = (sharded, how.groups if how else ())
+        copies = how.copies if how and not maximum else 1
+        sums[key] = _join(sums[key], value / copies, maximum)
+    total = sums.pop((None, ()))  # of parameters that are no sharded model's: not reduced
+    by_model: dict[Sharded, torch.Tensor] = {}
+    for (sharded, ranks), value in sums.items():
+        value = groups.reduce_over(value, ranks, maximum)
+        by_model[sharded] = _join(by_model.get(sharded, _nothing()), value, maximum)
+    total = _join(total, _over_ranks(by_model, maximum), maximum)
     return total if maximum else total.pow(1.0 / norm_type)
 
 
@@ -88,9 +106,9 @@ def _join(a: torch.Tensor, b: torch.Tensor, maximum: bool) -> torch.Tensor:
     return torch.maximum(a, b) if maximum else a + b
 
 
-def _over_ranks(sums: dict[Sharded | None, torch.Tensor], maximum: bool) -> torch.Tensor:
+def _over_ranks(sums: dict[Sharded, torch.Tensor], maximum: bool) -> torch.Tensor:
     """Joins the values of all ranks: one collective for models over the same ranks."""
-    total = sums.pop(None, _nothing())  # of parameters that are no sharded model's: not reduced
+    total = _nothing()
     shared: dict[groups.Ranks, tuple[Groups, torch.Tensor]] = {}
     for sharded, value in sums.items():
         known = shared.get(sharded.groups.ranks)
@@ -142,14 +160,20 @@ def _total_norm(
 ) -> torch.Tensor:
     """As torch.nn.utils.get_total_norm; gradients of shards are those of all ranks."""
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    owners = {id(p.grad): s for s in registry.all_sharded() for p in s.params()}
-    parts = [(owners.get(id(tensor)), tensor) for tensor in tensors]
-    models = {sharded for sharded, _ in parts if sharded is not None}
+    owners = {
+        id(p.grad): (s, registry.entry_of(p).tensor_parallel)
+        for s in registry.all_sharded()
+        for p in s.params()
+        if p.grad is not None
+    }
+    parts = [(*owners.get(id(tensor), (None, None)), tensor) for tensor in tensors]
+    owning = {sharded for sharded, _, _ in parts}
+    models = [sharded for sharded in registry.all_sharded() if sharded in owning]
     if not models:
         return _torchs_norm(tensors, norm_type, error_if_nonfinite, foreach)
     for sharded in models:
         sharded.core.before_step()
-    norm = grad_norm(parts, float(norm_type)).float()
+    norm = grad_norm(parts, models, float(norm_type)).float()
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients is {norm.item()}, so it cannot be "

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from zerocore import _C, ops, registry
 from zerocore.norm import clip_coefficient, grad_norm
 from zerocore.runtime import Sharded
+from zerocore.tensor_parallel import TensorParallel
 
 
 def _padded(stop: int) -> int:
@@ -23,13 +24,29 @@ def _view(moments: torch.Tensor, param: torch.Tensor, start: int) -> torch.Tenso
     return moments.as_strided(param.shape, param.stride(), start)
 
 
+class _Member(NamedTuple):
+    """A parameter in a buffer.
+
+    Attributes:
+        start, stop: the range of its elements in the buffer.
+        index: its place among the parameters of the flat buffer.
+        how: where tensor-parallel ranks have the rest of it.
+    """
+
+    param: torch.Tensor
+    start: int
+    stop: int
+    index: int = 0
+    how: TensorParallel | None = None
+
+
 @dataclass
 class _Buffer:
     """Parameters that are stepped together: those of a flat shard, or one that is not sharded.
 
     Attributes:
         sharded, unit, flat: the flat shard; None for a parameter of its own.
-        members: (parameter, start, stop) with the range of its elements in `values`.
+        members: in the order of the flat buffer.
         whole: whether all of the flat shard's parameters are members.
         exp_avg, exp_avg_sq: moments, 1-D like `values`; None before the first step.
         counters: each member's count of steps, 0-dim; None before its first one. Members that have
@@ -40,7 +57,7 @@ class _Buffer:
     sharded: Sharded | None
     unit: int = 0
     flat: int = 0
-    members: list[tuple[torch.Tensor, int, int]] = field(default_factory=list)
+    members: list[_Member] = field(default_factory=list)
     whole: bool = True
     exp_avg: torch.Tensor | None = None
     exp_avg_sq: torch.Tensor | None = None
@@ -51,19 +68,19 @@ class _Buffer:
         """The parameters, 1-D."""
         if self.sharded is not None:
             return self.sharded.core.shard(self.unit, self.flat)
-        return self.members[0][0].detach().view(-1)
+        return self.members[0].param.detach().view(-1)
 
     def grads(self) -> torch.Tensor:
         """The gradients, 1-D, anything where there is none."""
         if self.sharded is not None:
             return self.sharded.core.main_gradient(self.unit, self.flat)
-        return self.members[0][0].grad.detach().reshape(-1)
+        return self.members[0].param.grad.detach().reshape(-1)
 
     def active(self) -> bytes:
         """One byte for each member: whether it has a gradient."""
         if self.sharded is not None and self.whole:
             return self.sharded.core.have_gradients(self.unit, self.flat)
-        return bytes(param.grad is not None for param, _, _ in self.members)
+        return bytes(member.param.grad is not None for member in self.members)
 
     def slot(self) -> torch.Tensor | None:
         """Where the stepped parameters go as well, rounded: this rank's slot of the window."""
@@ -79,7 +96,8 @@ class _Plan:
         ranges: int64 [k, 2], as ops.fused_adamw_ takes them.
         groups: index of the param group of each range.
         counters: step count of each range.
-        spans: (start, stop) of neighbouring gradients, whatever their groups and counts.
+        spans: (start, stop) of neighbouring gradients, whatever their groups and counts, that
+            tensor-parallel ranks have in the same way.
         params: the parameters that are stepped.
     """
 
@@ -87,8 +105,15 @@ class _Plan:
     ranges: torch.Tensor
     groups: list[int]
     counters: list[torch.Tensor]
-    spans: list[tuple[int, int]]
+    spans: list[tuple[int, int, TensorParallel | None]]
     params: list[torch.Tensor]
+
+
+def _same_place(a: TensorParallel | None, b: TensorParallel | None) -> bool:
+    """Whether sums over both are taken over the same ranks, with the same weight."""
+    if a is None or b is None:
+        return a is b
+    return (a.groups, a.copies) == (b.groups, b.copies)
 
 
 _NARROW = (torch.bfloat16, torch.float16)
@@ -212,32 +237,29 @@ class AdamW(torch.optim.Optimizer):
 
     def _make_buffers(self) -> list[_Buffer]:
         buffers: dict[tuple[int, int, int], _Buffer] = {}
-        places: dict[int, int] = {}
         for group in self.param_groups:
             for param in group["params"]:
                 entry = registry.entry_of(param)
                 sharded = entry.sharded() if entry is not None else None
                 if sharded is None:
                     buffer = buffers[id(param), -1, -1] = _Buffer(None)
-                    buffer.members.append((param, 0, param.numel()))
+                    buffer.members.append(_Member(param, 0, param.numel()))
                     continue
                 key = (id(sharded), entry.unit, entry.flat)
                 buffer = buffers.setdefault(key, _Buffer(sharded, entry.unit, entry.flat))
                 place = sharded.core.within_shard(entry.unit, entry.flat, entry.index)
-                buffer.members.append((param, *place))
-                places[id(param)] = entry.index
+                buffer.members.append(_Member(param, *place, entry.index, entry.tensor_parallel))
         for buffer in buffers.values():
+            buffer.members.sort(key=lambda member: member.index)
             if buffer.sharded is not None:
-                buffer.members.sort(key=lambda member: places[id(member[0])])
-                buffer.whole = len(buffer.members) == len(
-                    buffer.sharded.flats[buffer.unit][buffer.flat]
-                )
+                all_params = buffer.sharded.flats[buffer.unit][buffer.flat]
+                buffer.whole = len(buffer.members) == len(all_params)
             self._adopt_state(buffer)
         return list(buffers.values())
 
     def _adopt_state(self, buffer: _Buffer) -> None:
         """Moves moments that were loaded, or made before a change of groups, into flat buffers."""
-        for param, start, _ in buffer.members:
+        for param, start, *_ in buffer.members:
             state = self.state.get(param)
             if not state:
                 continue
@@ -257,16 +279,16 @@ class AdamW(torch.optim.Optimizer):
         """Members that have taken as many steps share a counter from here on."""
         buffer.counters = [None] * len(buffer.members)
         shared: dict[float, torch.Tensor] = {}
-        for i, (param, _, _) in enumerate(buffer.members):
-            if self.state.get(param):
-                count = float(self.state[param]["step"])
+        for i, member in enumerate(buffer.members):
+            if self.state.get(member.param):
+                count = float(self.state[member.param]["step"])
                 if count not in shared:
-                    shared[count] = torch.full((), count, device=param.device)
+                    shared[count] = torch.full((), count, device=member.param.device)
                 self._set_counter(buffer, i, shared[count])
 
     def _set_counter(self, buffer: _Buffer, member: int, counter: torch.Tensor) -> None:
         buffer.counters[member] = counter
-        self.state[buffer.members[member][0]]["step"] = counter
+        self.state[buffer.members[member].param]["step"] = counter
 
     @staticmethod
     def _make_moments(buffer: _Buffer) -> None:
@@ -283,15 +305,15 @@ class AdamW(torch.optim.Optimizer):
         self.skipped = None if found_inf is None else found_inf.float()
         if self.max_grad_norm is None and (loss_scale is None or found_inf is not None):
             return None if inverse is None else inverse.float().reshape(1)
-        models = {buffer.sharded: None for buffer in self._buffers if buffer.sharded is not None}
+        models = dict.fromkeys(b.sharded for b in self._buffers if b.sharded is not None)
         parts = [
-            (buffer.sharded, grads[start:stop])
+            (buffer.sharded, how, grads[start:stop])
             for buffer, plan in zip(self._buffers, plans, strict=True)
             if plan.spans
             for grads in (buffer.grads(),)
-            for start, stop in plan.spans
+            for start, stop, how in plan.spans
         ]
-        norm = grad_norm(parts, models=models)
+        norm = grad_norm(parts, models)
         found = (~norm.isfinite()).float()
         self.skipped = found if found_inf is None else torch.maximum(found, self.skipped)
         if inverse is not None:
@@ -325,7 +347,7 @@ class AdamW(torch.optim.Optimizer):
                 self._make_moments(buffer)
                 counter = torch.zeros((), device=buffer.exp_avg.device)
                 for i in leaving:
-                    param, start, _ = buffer.members[i]
+                    param, start, *_ = buffer.members[i]
                     for key in ("exp_avg", "exp_avg_sq"):
                         self.state[param][key] = _view(getattr(buffer, key), param, start)
             own = counter.clone()
@@ -336,10 +358,10 @@ class AdamW(torch.optim.Optimizer):
         group_of = {id(p): g for g, group in enumerate(self.param_groups) for p in group["params"]}
         ranges: list[list[int]] = []
         keys: list[tuple[int, int]] = []
-        spans: list[list[int]] = []
+        spans: list[list[Any]] = []
         counters: dict[int, torch.Tensor] = {}
         for i in going:
-            param, start, stop = buffer.members[i]
+            param, start, stop, _, how = buffer.members[i]
             counter = buffer.counters[i]
             counters[id(counter)] = counter
             if start == stop:
@@ -351,10 +373,10 @@ class AdamW(torch.optim.Optimizer):
             else:
                 ranges.append([start, stop])
                 keys.append(key)
-            if spans and start == _padded(spans[-1][1]):
+            if spans and start == _padded(spans[-1][1]) and _same_place(how, spans[-1][2]):
                 spans[-1][1] = stop
             else:
-                spans.append([start, stop])
+                spans.append([start, stop, how])
         # A step counts on every rank, those without an element of the parameter too.
         end = ranges[-1][1] if ranges else 0
         for uncounted in counters.keys() - {counter for _, counter in keys}:
@@ -365,8 +387,8 @@ class AdamW(torch.optim.Optimizer):
             torch.tensor(ranges, dtype=torch.int64).view(-1, 2),
             [group for group, _ in keys],
             [counters[counter] for _, counter in keys],
-            [(start, stop) for start, stop in spans],
-            [buffer.members[i][0] for i in going],
+            [tuple(span) for span in spans],
+            [buffer.members[i].param for i in going],
         )
 
     def _step_buffer(self, buffer: _Buffer, plan: _Plan, scale: torch.Tensor | None) -> None:

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from zerocore.tensor_parallel import TensorParallel
+
 if TYPE_CHECKING:
     from zerocore.runtime import Sharded
 
@@ -21,10 +23,11 @@ class Entry:
     Attributes:
         sharded: the sharded model that owns it (weak: the parameter must not keep it alive).
         name: its name in that model.
-        shape: its full shape.
+        shape: its full shape; of a DTensor's local tensor.
         unit: index of its unit, 0 is the root.
         flat: index of its flat buffer in the unit.
         index: its place in the flat buffer.
+        tensor_parallel: where the rest of it is, if it was a DTensor.
     """
 
     sharded: weakref.ref[Sharded]
@@ -33,9 +36,11 @@ class Entry:
     unit: int
     flat: int
     index: int
+    tensor_parallel: TensorParallel | None = None
 
 
 _entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_replaced: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # DTensors and their names
 _models: weakref.WeakKeyDictionary[nn.Module, Sharded] = weakref.WeakKeyDictionary()
 
 
@@ -47,6 +52,16 @@ def add_param(param: nn.Parameter, entry: Entry) -> None:
     global _added
     _entries[param] = entry
     _added += 1
+
+
+def add_replaced(param: torch.Tensor, name: str) -> None:
+    """Remembers a DTensor that is no parameter of the model any more."""
+    _replaced[param] = name
+
+
+def replaced_name(param: torch.Tensor) -> str | None:
+    """The name that a DTensor had in the model, or None if `shard` has not replaced it."""
+    return _replaced.get(param)
 
 
 def fingerprint(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from zerocore import _C, registry
 from zerocore.buffers import Buffers
 from zerocore.groups import Groups, reserve_channels
 from zerocore.policy import Lifetimes, MixedPrecision
+from zerocore.tensor_parallel import TensorParallel
 from zerocore.units import UnitPlan
 
 
@@ -114,10 +115,17 @@ class Sharded:
         flats: the parameters of each flat buffer of each unit.
         buffers: what `MixedPrecision.buffer` does, for the modules that this call owns.
         shows_average: a `zerocore.EMA` has put averages in the place of the parameters.
+        tensor_parallel_groups: the different `TensorParallel.groups` of the parameters, in the same
+            order on all ranks.
     """
 
     def __init__(
-        self, model: nn.Module, plans: list[UnitPlan], groups: Groups, options: Options
+        self,
+        model: nn.Module,
+        plans: list[UnitPlan],
+        groups: Groups,
+        options: Options,
+        tensor_parallel: Mapping[nn.Parameter, TensorParallel],
     ) -> None:
         self.groups = groups
         self.options = options
@@ -125,6 +133,9 @@ class Sharded:
         self.elements = [sum(p.numel() for _, p in plan.params) for plan in plans]
         self.flats: list[list[list[nn.Parameter]]] = []
         self.shows_average = False
+        self.tensor_parallel_groups = list(
+            dict.fromkeys(how.groups for how in tensor_parallel.values())
+        )
         self._warned = False
         mixed = options.mixed_precision
         devices = {p.device for plan in plans for _, p in plan.params}
@@ -148,7 +159,7 @@ class Sharded:
             master_dtype=(mixed.master or mixed.param) if mixed else None,
         )
         for plan in plans:
-            self._add_unit(plan)
+            self._add_unit(plan, tensor_parallel)
         self.core.seal()
         self._hook_root(model)
         for unit, plan in enumerate(plans[1:], start=1):
@@ -158,14 +169,18 @@ class Sharded:
         _refuse_copies(model)
         registry.add_model(model, self)
 
-    def _add_unit(self, plan: UnitPlan) -> None:
+    def _add_unit(
+        self, plan: UnitPlan, tensor_parallel: Mapping[nn.Parameter, TensorParallel]
+    ) -> None:
         """Hands the unit's parameters to the C++ runtime."""
         unit = len(self.flats)
         flats = plan.flats()
         self.flats.append([[param for _, param in flat] for flat in flats])
         for f, flat in enumerate(flats):
             for index, (name, param) in enumerate(flat):
-                entry = registry.Entry(weakref.ref(self), name, param.shape, unit, f, index)
+                entry = registry.Entry(
+                    weakref.ref(self), name, param.shape, unit, f, index, tensor_parallel.get(param)
+                )
                 registry.add_param(param, entry)
         self.core.add_unit(
             plan.name,

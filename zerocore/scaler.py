@@ -83,6 +83,9 @@ class GradScaler(torch.amp.GradScaler):
         if not models or not found:
             return found
         anywhere = torch.stack([value.to(found_inf.device) for value in found.values()]).max()
+        for sharded in models:
+            for ranks in sharded.tensor_parallel_groups:
+                anywhere = groups.reduce_over(anywhere, ranks, maximum=True)
         widest = groups.widest(sharded.groups for sharded in models)
         return {found_inf.device: groups.reduce_over_all(anywhere, widest, maximum=True)}
 

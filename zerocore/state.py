@@ -18,8 +18,9 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
     """The model's state with full tensors under the original names, as before `zerocore.shard`.
 
     A collective over the model's ranks, which gathers unit by unit. Parameters come in their own
-    dtype (fp32 master values under mixed precision), as copies; buffers are this
-    rank's, in their own dtype too.
+    dtype (fp32 master values under mixed precision), as copies; buffers are this rank's, in their
+    own dtype too. Parameters that were DTensors come as DTensors; `load_state_dict` accepts these,
+    and full plain tensors.
 
     Args:
         rank0_only: other ranks take part but get an empty dict, and hold one unit at most.
@@ -63,15 +64,16 @@ class StateHooks:
         if module is not self._outermost:
             return
         self._outermost = None
-        names: dict[tuple[int, int], list[tuple[int, str]]] = {}
+        names: dict[tuple[int, int], list[tuple[registry.Entry, str]]] = {}
         for name, param in module.named_parameters(remove_duplicate=False):
             entry = registry.entry_of(param)
             if entry is not None and entry.sharded() is self._sharded and prefix + name in state:
-                names.setdefault((entry.unit, entry.flat), []).append((entry.index, prefix + name))
+                names.setdefault((entry.unit, entry.flat), []).append((entry, prefix + name))
         for (unit, flat), wanted in names.items():
             tensors = self._sharded.core.full_tensors(unit, flat)
-            for index, name in wanted:
-                state[name] = tensors[index]
+            for entry, name in wanted:
+                how = entry.tensor_parallel
+                state[name] = how.whole(tensors[entry.index]) if how else tensors[entry.index]
         self._save_buffers(module, state, prefix)
 
     def _save_buffers(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
@@ -103,6 +105,13 @@ class StateHooks:
                     "load_state_dict: expected assign=False for a sharded model, whose parameters "
                     "must stay the same objects, got assign=True"
                 )
+            if entry.tensor_parallel and isinstance(state[key], torch.Tensor):
+                try:
+                    state[key] = entry.tensor_parallel.local(state[key])
+                except ValueError as error:
+                    errors.append(f"{key}: {error}")
+                    state[key] = param.detach()
+                    continue
             if not self._sharded.core.is_open(entry.unit):
                 self._sharded.core.before_write()
                 self._replace_by_slice(state, key, param, entry, errors)
@@ -145,6 +154,7 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
 
     A collective: every rank of the model enters and leaves. Units are opened whole. Outside of a
     forward the parameters have their own dtype (the fp32 master values under mixed precision).
+    Parameters that were DTensors show the tensor-parallel rank's part of them, as plain tensors.
     Inside the forward of the model it opens the windows for a computation that reads parameters
     of a submodule without calling it; gradients flow as usual.
 

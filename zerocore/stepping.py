@@ -132,10 +132,22 @@ def _plan_of(optimizer: Optimizer) -> _Plan:
         for group in optimizer.param_groups:
             for param in group["params"]:
                 entry = registry.entry_of(param)
-                if entry is not None:
+                if entry is None:
+                    _check_replaced(optimizer, param)
+                else:
                     flats.setdefault(entry.sharded, set()).add((entry.unit, entry.flat))
         plan = _plans[optimizer] = _Plan(fingerprint, flats)
     return plan
+
+
+def _check_replaced(optimizer: Optimizer, param: torch.Tensor) -> None:
+    name = registry.replaced_name(param)
+    if name is not None:
+        raise RuntimeError(
+            f"zerocore: {type(optimizer).__name__} was made before zerocore.shard and holds the "
+            f"DTensor that {name!r} was; expected one made after it, with the parameters that the "
+            "model has now"
+        )
 
 
 def _check(optimizer: Optimizer, sharded: Sharded) -> None:
