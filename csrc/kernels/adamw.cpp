@@ -10,6 +10,9 @@ namespace {
 
 constexpr int64_t kBlock =
     4096;  // elements: pieces start at multiples, so threads share no cache line
+// Elements: from here on a step moves more than caches hold, and a low-precision copy that passes
+// by them need not be read from memory before it is written.
+constexpr int64_t kStream = 1 << 20;
 constexpr int64_t kGrain = 4;  // blocks: below this a thread costs more than it saves
 
 }  // namespace
@@ -19,10 +22,14 @@ void fused_adamw(const AdamWTensors& tensors, const AdamWSegment* segments, int6
   if (count == 0 || (tensors.found_inf != nullptr && *tensors.found_inf != 0.0f)) {
     return;
   }
-  const AdamWArrays arrays{
-      tensors.param,         tensors.grad,
-      tensors.exp_avg,       tensors.exp_avg_sq,
-      tensors.low_precision, tensors.grad_scale != nullptr ? *tensors.grad_scale : 1.0f};
+  const int64_t span = segments[count - 1].stop - segments[0].start;
+  const AdamWArrays arrays{tensors.param,
+                           tensors.grad,
+                           tensors.exp_avg,
+                           tensors.exp_avg_sq,
+                           tensors.low_precision,
+                           tensors.grad_scale != nullptr ? *tensors.grad_scale : 1.0f,
+                           tensors.low_precision != nullptr && span >= kStream};
   const DType low = tensors.low_precision != nullptr ? tensors.low_precision_dtype : DType::f32;
   const Loops::AdamW step =
       loops().adamw[static_cast<int>(tensors.grad_dtype)][static_cast<int>(low)];

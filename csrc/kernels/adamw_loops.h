@@ -21,8 +21,16 @@ inline AdamWCoefficients<F32> splat(const AdamWCoefficients<float>& c) {
           c.lerp_from_grad};
 }
 
-inline void store_low(F32 value, BFloat16* to) { value.store(to); }
-inline void store_low(F32 value, Half* to) { value.store(to); }
+// Stream: past the caches, to a multiple of 32 bytes.
+template <bool Stream, class Low>
+inline void store_low(F32 value, Low* to) {
+  if constexpr (Stream) {
+    value.stream(to);
+  } else {
+    value.store(to);
+  }
+}
+template <bool>
 inline void store_low(F32, None*) {}
 
 template <class T>
@@ -37,8 +45,14 @@ inline void copy_low(const Padded<T>& from, T* to, int64_t n) {
 }
 inline void copy_low(const Padded<None>&, None*, int64_t) {}
 
+// Elements before the first multiple of 32 bytes.
+template <class Low>
+inline int64_t unaligned(const Low* low) {
+  return static_cast<int64_t>((0 - reinterpret_cast<uintptr_t>(low)) % 32 / sizeof(Low));
+}
+
 // One step on sixteen elements.
-template <class Grad, class Low>
+template <bool Stream, class Grad, class Low>
 inline void adamw_lanes(float* param, const Grad* grad, float* exp_avg, float* exp_avg_sq, Low* low,
                         F32 grad_scale, const AdamWCoefficients<F32>& c) {
   F32 p = F32::load(param);
@@ -48,12 +62,26 @@ inline void adamw_lanes(float* param, const Grad* grad, float* exp_avg, float* e
   p.store(param);
   m.store(exp_avg);
   v.store(exp_avg_sq);
-  store_low(p, low);
+  store_low<Stream>(p, low);
 }
 
+// The same on fewer: n elements.
 template <class Grad, class Low>
-void adamw(const AdamWArrays& arrays, const AdamWCoefficients<float>& coefficients, int64_t begin,
-           int64_t end) {
+inline void adamw_padded(float* param, const Grad* grad, float* exp_avg, float* exp_avg_sq,
+                         Low* low, int64_t n, F32 grad_scale, const AdamWCoefficients<F32>& c) {
+  Padded<float> p(param, n), m(exp_avg, n), v(exp_avg_sq, n);
+  const Padded<Grad> g(grad, n);
+  Padded<Low> l;
+  adamw_lanes<false>(p.values, g.values, m.values, v.values, l.values, grad_scale, c);
+  p.copy_to(param, n);
+  m.copy_to(exp_avg, n);
+  v.copy_to(exp_avg_sq, n);
+  copy_low(l, low, n);
+}
+
+template <bool Stream, class Grad, class Low>
+inline void adamw_range(const AdamWArrays& arrays, const AdamWCoefficients<float>& coefficients,
+                        int64_t begin, int64_t end) {
   float* const param = arrays.param;
   const Grad* const grad = static_cast<const Grad*>(arrays.grad);
   float* const exp_avg = arrays.exp_avg;
@@ -61,22 +89,34 @@ void adamw(const AdamWArrays& arrays, const AdamWCoefficients<float>& coefficien
   Low* const low = static_cast<Low*>(arrays.low_precision);
   const F32 grad_scale = F32::splat(arrays.grad_scale);
   const AdamWCoefficients<F32> c = splat(coefficients);
+  const auto padded = [&](int64_t i, int64_t n) {
+    adamw_padded(param + i, grad + i, exp_avg + i, exp_avg_sq + i, at(low, i), n, grad_scale, c);
+  };
 
   int64_t i = begin;
+  if constexpr (Stream) {
+    i += min(unaligned(low + begin), end - begin);
+    padded(begin, i - begin);
+  }
   for (; i + F32::kSize <= end; i += F32::kSize) {
-    adamw_lanes(param + i, grad + i, exp_avg + i, exp_avg_sq + i, at(low, i), grad_scale, c);
+    adamw_lanes<Stream>(param + i, grad + i, exp_avg + i, exp_avg_sq + i, at(low, i), grad_scale,
+                        c);
   }
-  if (i < end) {
-    const int64_t n = end - i;
-    Padded<float> p(param + i, n), m(exp_avg + i, n), v(exp_avg_sq + i, n);
-    const Padded<Grad> g(grad + i, n);
-    Padded<Low> l;
-    adamw_lanes(p.values, g.values, m.values, v.values, l.values, grad_scale, c);
-    p.copy_to(param + i, n);
-    m.copy_to(exp_avg + i, n);
-    v.copy_to(exp_avg_sq + i, n);
-    copy_low(l, at(low, i), n);
+  padded(i, end - i);
+  if constexpr (Stream) {
+    F32::end_stream();
   }
+}
+
+template <class Grad, class Low>
+void adamw(const AdamWArrays& arrays, const AdamWCoefficients<float>& coefficients, int64_t begin,
+           int64_t end) {
+  if constexpr (sizeof(Low) == 2) {
+    if (arrays.stream_low) {
+      return adamw_range<true, Grad, Low>(arrays, coefficients, begin, end);
+    }
+  }
+  adamw_range<false, Grad, Low>(arrays, coefficients, begin, end);
 }
 
 template <class Grad>

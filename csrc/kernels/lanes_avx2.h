@@ -27,15 +27,15 @@ struct F32 {
     _mm256_storeu_ps(to, a);
     _mm256_storeu_ps(to + 8, b);
   }
-  void store(BFloat16* to) const {
-    const __m256i packed = _mm256_packus_epi32(rounded(a), rounded(b));  // 0-3 8-11 4-7 12-15
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(packed, 0xd8));
+  template <class T>
+  void store(T* to) const {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), round_to(to));
   }
-  void store(Half* to) const {
-    constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(a, kNearest));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 8), _mm256_cvtps_ph(b, kNearest));
+  template <class T>
+  void stream(T* to) const {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), round_to(to));
   }
+  static void end_stream() { _mm_sfence(); }
 
   static F32 add(F32 x, F32 y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
   static F32 sub(F32 x, F32 y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
@@ -53,6 +53,14 @@ struct F32 {
   }
   static __m256 widen(const BFloat16* from) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load128(from)), 16));
+  }
+  __m256i round_to(const BFloat16*) const {
+    const __m256i packed = _mm256_packus_epi32(rounded(a), rounded(b));  // 0-3 8-11 4-7 12-15
+    return _mm256_permute4x64_epi64(packed, 0xd8);
+  }
+  __m256i round_to(const Half*) const {
+    constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return _mm256_set_m128i(_mm256_cvtps_ph(b, kNearest), _mm256_cvtps_ph(a, kNearest));
   }
   // to_bfloat16 of each value, in the low half of its 32 bits.
   static __m256i rounded(__m256 x) {

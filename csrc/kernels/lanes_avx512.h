@@ -24,19 +24,15 @@ struct F32 {
   static F32 splat(float value) { return {_mm512_set1_ps(value)}; }
 
   void store(float* to) const { _mm512_storeu_ps(to, a); }
-  // By integers: the AVX512_BF16 instruction flushes subnormals.
-  void store(BFloat16* to) const {
-    const __m512i bits = _mm512_castps_si512(a);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
-    const __m512i high = _mm512_srli_epi32(_mm512_add_epi32(bits, bias), 16);
-    const __mmask16 nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
-    store256(to,
-             _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(high, nan, _mm512_set1_epi32(0x7fc0))));
+  template <class T>
+  void store(T* to) const {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), round_to(to));
   }
-  void store(Half* to) const {
-    store256(to, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  template <class T>
+  void stream(T* to) const {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), round_to(to));
   }
+  static void end_stream() { _mm_sfence(); }
 
   static F32 add(F32 x, F32 y) { return {_mm512_add_ps(x.a, y.a)}; }
   static F32 sub(F32 x, F32 y) { return {_mm512_sub_ps(x.a, y.a)}; }
@@ -50,9 +46,17 @@ struct F32 {
   static __m256i load256(const T* from) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   }
-  template <class T>
-  static void store256(T* to, __m256i value) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), value);
+  // By integers: the AVX512_BF16 instruction flushes subnormals.
+  __m256i round_to(const BFloat16*) const {
+    const __m512i bits = _mm512_castps_si512(a);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+    const __m512i high = _mm512_srli_epi32(_mm512_add_epi32(bits, bias), 16);
+    const __mmask16 nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(high, nan, _mm512_set1_epi32(0x7fc0)));
+  }
+  __m256i round_to(const Half*) const {
+    return _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }
 };
 

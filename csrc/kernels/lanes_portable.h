@@ -41,6 +41,14 @@ struct F32 {
     for (int i = 0; i < 16; ++i) to[i] = to_half(v[i]);
   }
 
+  // A store to a multiple of 32 bytes that leaves the caches alone where the machine can do that,
+  // and the call that ends a series of them.
+  template <class T>
+  void stream(T* to) const {
+    store(to);
+  }
+  static void end_stream() {}
+
   static F32 add(F32 a, F32 b) {
     for (int i = 0; i < 16; ++i) a.v[i] += b.v[i];
     return a;

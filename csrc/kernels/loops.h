@@ -17,6 +17,7 @@ struct AdamWArrays {
   float* exp_avg_sq;
   void* low_precision;
   float grad_scale;
+  bool stream_low;  // write low_precision past the caches; false without one
 };
 
 // Tables are indexed by DType.

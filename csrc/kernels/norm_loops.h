@@ -1,6 +1,7 @@
 // Inner loop of sumsq. Compiled per instruction set (see lanes_portable.h).
 #pragma once
 
+#include "prefetch.h"
 #include "tail.h"
 
 namespace zerocore::kernels::ZEROCORE_LANES {
@@ -21,9 +22,13 @@ double sumsq(const void* in_data, int64_t n, bool* non_finite) {
     }
   };
   int64_t i = 0;
-  for (; i + 2 * F64::kSize <= n; i += 2 * F64::kSize) {
-    add(even, F64::load(in + i));
-    add(odd, F64::load(in + i + F64::kSize));
+  while (i + 2 * F64::kSize <= n) {
+    prefetch_page(in + i);
+    const int64_t stop = min(i + kPageElements, n);
+    for (; i + 2 * F64::kSize <= stop; i += 2 * F64::kSize) {
+      add(even, F64::load(in + i));
+      add(odd, F64::load(in + i + F64::kSize));
+    }
   }
   for (int64_t k = 0; i < n; i += F64::kSize, ++k) {
     const Padded<In> x(in + i, n - i);

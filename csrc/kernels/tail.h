@@ -6,6 +6,8 @@
 
 namespace zerocore::kernels::ZEROCORE_LANES {
 
+inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+
 // A copy padded with zeros to the size of the lanes: tails run the code of whole lanes, so the bits
 // of an element do not depend on where a range ends.
 template <class T>

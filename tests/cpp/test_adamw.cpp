@@ -189,6 +189,16 @@ void test_sizes_and_alignments() {
   }
 }
 
+// Large enough for the copy to be written past the caches, from an odd address on.
+void test_streamed_copy() {
+  std::mt19937 random(4);
+  const int64_t n = (int64_t{1} << 20) + 37;
+  for (const DType low : {DType::bf16, DType::f16}) {
+    check_step(n, 5, DType::bf16, low,
+               {{1, 5, random_hyper(random)}, {5, n - 2, random_hyper(random)}}, random);
+  }
+}
+
 void test_found_inf_changes_nothing() {
   std::mt19937 random(2);
   const State start(1000, 3, DType::f16, DType::bf16, random);
@@ -224,6 +234,7 @@ void test_defaults() {
 int main() {
   zerocore::test::on_every_isa([] {
     zerocore::test::test_sizes_and_alignments();
+    zerocore::test::test_streamed_copy();
     zerocore::test::test_found_inf_changes_nothing();
     zerocore::test::test_defaults();
   });
