@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 FP32 = 4  # bytes
-BF16 = 2
+NARROW = 2
 ROOT = ""  # the unit of what is in no block
 
 
@@ -18,7 +18,9 @@ class Run(NamedTuple):
     stage: int
     ranks: int
     grad_accum: int
-    bf16: bool  # parameters computed and sent in bf16, optimizer state and gradients in fp32
+    narrow: (
+        bool  # parameters computed and sent in bf16 or fp16, optimizer state and gradients in fp32
+    )
     kept: frozenset[str]  # units whose window stays from forward to backward (stage 3)
 
 
@@ -45,13 +47,13 @@ def held(run: Run, padded: Mapping[str, int]) -> dict[str, int]:
     """
     full = sum(padded.values())
     shard = full if run.stage == 0 else full // run.ranks
-    size = BF16 if run.bf16 else FP32
+    size = NARROW if run.narrow else FP32
     units = sorted(count for name, count in padded.items() if name != ROOT)
     return {
-        # With bf16 and stage 3 the only parameters that stay are the master copy.
-        "parameters": size * full if run.stage < 3 else 0 if run.bf16 else FP32 * shard,
+        # In a narrow dtype, at stage 3, the only parameters that stay are the master copy.
+        "parameters": size * full if run.stage < 3 else 0 if run.narrow else FP32 * shard,
         "gradients": FP32 * shard,
-        "master": FP32 * shard if run.bf16 else 0,
+        "master": FP32 * shard if run.narrow else 0,
         "moments": 2 * FP32 * shard,
         "windows": size * (padded[ROOT] + sum(units[-2:])) if run.stage == 3 else 0,
     }
@@ -66,7 +68,7 @@ def sent(run: Run, padded: Mapping[str, int]) -> dict[str, int]:
     2       1 per micro-batch     1, after the step
     3       1 per micro-batch     2 per micro-batch, or 1 where the window is kept for backward
     """
-    size = BF16 if run.bf16 else FP32
+    size = NARROW if run.narrow else FP32
     once = {name: size * count * (run.ranks - 1) // run.ranks for name, count in padded.items()}
     total = sum(once.values())
     if run.stage == 0:

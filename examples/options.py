@@ -43,8 +43,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("sharding").add_argument
     stages = "0: nothing is sharded, 1: optimizer state, 2: gradients too, 3: parameters too"
     add("--stage", type=int, default=3, choices=(0, 1, 2, 3), help=stages)
-    precisions = "bf16: computes and sends in bf16, keeps gradients and optimizer state in fp32"
-    add("--precision", default="fp32", choices=("fp32", "bf16"), help=precisions)
+    precisions = "bf16, fp16: computes and sends in it, keeps gradients and optimizer state in fp32"
+    add("--precision", default="fp32", choices=("fp32", "bf16", "fp16"), help=precisions)
 
     add = parser.add_argument_group("model").add_argument
     add("--layers", type=int, default=4, help="number of blocks")

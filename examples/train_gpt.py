@@ -45,13 +45,9 @@ def run(options: Namespace, data: text.Text) -> None:
     parameters = sum(p.numel() for p in model.parameters())
     # From here on this rank stores its part of the model only (what part, the stage tells). All
     # the rest is the training script that the plain model would have.
-    bf16 = zerocore.MixedPrecision(param=torch.bfloat16, output=torch.float32)
-    zerocore.shard(
-        model,
-        stage=options.stage,
-        units=[Block],
-        mixed_precision=bf16 if options.precision == "bf16" else None,
-    )
+    narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options.precision)
+    mixed = zerocore.MixedPrecision(param=narrow, output=torch.float32) if narrow else None
+    zerocore.shard(model, stage=options.stage, units=[Block], mixed_precision=mixed)
     optimizer = zerocore.AdamW(
         parameter_groups(model), lr=options.lr, betas=(0.9, 0.95), max_grad_norm=options.clip
     )
@@ -91,6 +87,8 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, options)
     )
+    # fp16 has no room for small gradients: the loss is scaled up, the optimizer scales them down.
+    scaler = zerocore.GradScaler(enabled=options.precision == "fp16")
     progress = Progress(options.steps, options.log_every, bytes_per_step(options))
     batches = training_batches(data.train, options)
     stats = zerocore.stats(model)
@@ -103,9 +101,10 @@ def train(
             progress.validated(step, bits, time.perf_counter() - begin)
             stats.reset()  # what a validation gathers is no part of a training step
         before = bytes_sent(model)
-        loss = accumulate_gradients(model, batches, options)
+        loss = accumulate_gradients(model, batches, scaler, options)
         held = dict(zerocore.stats(model, optimizer).resident, windows=stats.windows.peak)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         schedule.step()
         # At stages 1 and 2 the next forward pass gathers what a step changed. When that pass was
@@ -116,7 +115,9 @@ def train(
     return held, dict(sent)
 
 
-def accumulate_gradients(model: GPT, batches: Iterator, options: Namespace) -> float:
+def accumulate_gradients(
+    model: GPT, batches: Iterator, scaler: zerocore.GradScaler, options: Namespace
+) -> float:
     """Forward and backward of each micro-batch of a step; returns this rank's mean loss in nats."""
     loss = 0.0
     for micro in range(options.grad_accum):
@@ -126,7 +127,7 @@ def accumulate_gradients(model: GPT, batches: Iterator, options: Namespace) -> f
         wait = options.stage <= 1 and micro < options.grad_accum - 1
         with zerocore.no_sync(model) if wait else nullcontext():
             micro_loss = cross_entropy(model(inputs), targets) / options.grad_accum
-            micro_loss.backward()
+            scaler.scale(micro_loss).backward()
         loss += micro_loss.item()
     return loss
 
@@ -209,7 +210,7 @@ def show_ledger(model: GPT, held: dict, sent: dict, options: Namespace) -> bool:
     # backward needs first.
     kept = frozenset({ledger.ROOT, f"blocks.{options.layers - 1}"})
     run = ledger.Run(
-        options.stage, dist.get_world_size(), options.grad_accum, options.precision == "bf16", kept
+        options.stage, dist.get_world_size(), options.grad_accum, options.precision != "fp32", kept
     )
     small = sent.pop("control", 0)  # agreements between ranks, no data of the model
     memory = ledger.rows(ledger.held(run, units), held)

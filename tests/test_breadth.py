@@ -97,7 +97,7 @@ def test_scenario_with_options(ranks, name):
 
 def run_narrow(name):
     """Windows narrower than the parameters: float32 beside float64."""
-    policy = zerocore.MixedPrecision(torch.float32)
+    policy = zerocore.MixedPrecision(torch.float32, accumulate=torch.float64)
     return run_sharded(name, stages=(1, 3), mixed_precision=policy)
 
 

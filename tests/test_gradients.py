@@ -383,3 +383,39 @@ def test_backwards_add_up_until_cleared(ranks, stage):
         expected = means[0][name] + means[1][name]
         torch.testing.assert_close(both[name], expected, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(one[name], means[1][name], rtol=1e-4, atol=1e-6)
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        """Passes x on."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Fails."""
+        raise ArithmeticError("in backward")
+
+
+def cleared_after_failure(stage, where, set_to_none):
+    """Gradients of a backward after: one that worked, one that failed, and zero_grad()."""
+    model = sharded.shard(JOB, stage)
+    backward(model, 0)
+    block = model.blocks[{"early": 2, "late": 0}.get(where, 1)]
+    handle = block.register_forward_hook(lambda module, args, out: _Fails.apply(out))
+    if where != "nowhere":
+        with pytest.raises(ArithmeticError):
+            backward(model, 1)
+    handle.remove()
+    model.zero_grad(set_to_none=set_to_none)
+    backward(model, 2)
+    return sharded.pieces(model)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero_grad_clears_what_a_failed_backward_left(ranks, stage, set_to_none):
+    expected = assembled(ranks(2, cleared_after_failure, stage, "nowhere", set_to_none))
+    for where in ("early", "late"):
+        found = assembled(ranks(2, cleared_after_failure, stage, where, set_to_none))
+        assert_same(found, expected)

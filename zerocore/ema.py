@@ -38,6 +38,10 @@ class _Average:
         """The parameters on this rank, 1-D."""
         return self.sharded.core.shard(self.unit, self.flat)
 
+    def entry(self, index: int) -> registry.Entry:
+        """Of a parameter, by its place in the flat buffer."""
+        return registry.entry_of(self.sharded.flats[self.unit][self.flat][index])
+
     def swap(self) -> None:
         """Shows the average in place of the parameters, or the parameters again."""
         shard = self.shard()
@@ -181,7 +185,8 @@ class EMA:
         for average in self._averages:
             core = average.sharded.core
             tensors = core.gather_tensors(average.unit, average.flat, average.values)
-            state |= {name: tensors[index] for name, index in average.names}
+            for name, index in average.names:
+                state[name] = average.entry(index).whole(tensors[index])
         return {name: state[name] for name in self._names}
 
     @torch.no_grad()
@@ -197,9 +202,9 @@ class EMA:
         """
         self._require_parameters("load_state_dict()")
         caller = "zerocore.EMA.load_state_dict"
-        error = None
+        error, full = None, {}
         try:
-            self._check_state(caller, state_dict)
+            full = self._full_tensors(caller, state_dict)
         except ValueError as caught:
             error = caught
         groups = [sharded.groups for sharded in self._sharded]
@@ -207,33 +212,34 @@ class EMA:
         for average in self._averages:
             core, values = average.sharded.core, average.values
             for name, index in average.names:
-                full = state_dict[name].detach().to(values.dtype)
-                part = core.slice(average.unit, average.flat, index, full)
+                value = full[name].to(values.dtype)
+                part = core.slice(average.unit, average.flat, index, value)
                 start, _ = core.within_shard(average.unit, average.flat, index)
                 values.as_strided(part.shape, part.stride(), start).copy_(part)
 
-    def _check_state(self, caller: str, state_dict: Mapping[str, torch.Tensor]) -> None:
-        shapes = {}
-        for average in self._averages:
-            for name, index in average.names:
-                param = average.sharded.flats[average.unit][average.flat][index]
-                shapes[name] = registry.entry_of(param).shape
+    def _full_tensors(
+        self, caller: str, state_dict: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        entries = {n: average.entry(i) for average in self._averages for n, i in average.names}
         for what, names in (
-            ("missing", shapes.keys() - state_dict.keys()),
-            ("unknown", state_dict.keys() - shapes.keys()),
+            ("missing", entries.keys() - state_dict.keys()),
+            ("unknown", state_dict.keys() - entries.keys()),
         ):
             if names:
                 raise ValueError(
-                    f"{caller}: expected the {len(shapes)} names of the averaged parameters, got "
+                    f"{caller}: expected the {len(entries)} names of the averaged parameters, got "
                     f"{what} ones: {', '.join(sorted(names)[:5])}"
                 )
-        for name, shape in shapes.items():
+        full = {}
+        for name, entry in entries.items():
             value = state_dict[name]
-            if not isinstance(value, torch.Tensor) or value.shape != shape:
-                got = getattr(value, "shape", type(value).__name__)
-                raise ValueError(
-                    f"{caller}: expected {name!r} with the full shape {tuple(shape)}, got {got}"
-                )
+            if not isinstance(value, torch.Tensor):
+                raise ValueError(f"{caller}: {name!r}: expected a tensor, got {value!r}")
+            try:
+                full[name] = entry.local(value.detach())
+            except ValueError as error:
+                raise ValueError(f"{caller}: {name!r}: {error}") from None
+        return full
 
     def _swap(self, applied: bool) -> None:
         with torch.no_grad():

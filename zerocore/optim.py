@@ -116,6 +116,13 @@ def _same_place(a: TensorParallel | None, b: TensorParallel | None) -> bool:
     return (a.groups, a.copies) == (b.groups, b.copies)
 
 
+def _check_options(groups: list[dict[str, Any]]) -> None:
+    for group in groups:
+        for option in ("amsgrad", "maximize"):
+            if group.get(option):
+                raise ValueError(f"zerocore.AdamW: expected {option}=False, got True")
+
+
 _NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -195,13 +202,16 @@ class AdamW(torch.optim.Optimizer):
         Raises:
             ValueError: if they ask for what this optimizer does not do.
         """
+        _check_options(state["param_groups"])
         super().__setstate__(state)
         self._buffers = None
         for group in self.param_groups:
             group.setdefault("decoupled", group.get("decoupled_weight_decay", True))
-            for option in ("amsgrad", "maximize"):
-                if group.get(option):
-                    raise ValueError(f"zerocore.AdamW: expected {option}=False, got True")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch.optim.Optimizer.load_state_dict; see `__setstate__`."""
+        _check_options(state_dict["param_groups"])  # before anything changes
+        super().load_state_dict(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.Optimizer.state_dict."""

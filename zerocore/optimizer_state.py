@@ -212,7 +212,8 @@ def _gather(
     for (unit, flat, key, dtype), members in buffers.items():
         if members[0][0].whole:
             if keep:
-                full |= {(place.name, key): value.clone() for place, value in members}
+                for place, value in members:
+                    full[place.name, key] = place.entry.whole(value.clone())
             continue
         shard = core.shard(unit, flat)
         part = torch.zeros_like(shard, dtype=dtype)
@@ -221,7 +222,8 @@ def _gather(
             part[start:stop] = value.reshape(-1)
         tensors = core.gather_tensors(unit, flat, part)
         if keep:
-            full |= {(place.name, key): tensors[place.entry.index] for place, _ in members}
+            for place, _ in members:
+                full[place.name, key] = place.entry.whole(tensors[place.entry.index])
     return full
 
 
@@ -327,7 +329,7 @@ def _some(names: set[str]) -> str:
 def _checked_state(
     caller: str, places: list[list[_Place]], saved: Mapping[str, Mapping[Any, Any]]
 ) -> dict[str, Mapping[Any, Any]]:
-    """The saved state by name, of which every tensor is full or one number."""
+    """The saved state by name, of which every tensor is full (on this rank) or one number."""
     by_name = {place.name: place for group in places for place in group}
     unknown = set(saved) - set(by_name)
     if unknown:
@@ -335,15 +337,25 @@ def _checked_state(
             f"{caller}: expected state of the optimizer's parameters, got unknown names: "
             f"{_some(unknown)}"
         )
-    for name, values in saved.items():
-        shape = by_name[name].shape
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != shape:
-                raise ValueError(
-                    f"{caller}: expected {key!r} of {name!r} with the full shape {tuple(shape)}, "
-                    f"or one number, got the shape {tuple(value.shape)}"
-                )
-    return {name: values for name, values in saved.items() if values}
+    return {
+        name: {key: _local(caller, by_name[name], key, value) for key, value in values.items()}
+        for name, values in saved.items()
+        if values
+    }
+
+
+def _local(caller: str, place: _Place, key: Any, value: Any) -> Any:
+    """A value of the state as this rank's part of a tensor-parallel parameter has it."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    try:
+        if place.entry is not None:
+            return place.entry.local(value)
+        if value.shape != place.shape:
+            raise ValueError(f"expected the shape {tuple(place.shape)}, got {tuple(value.shape)}")
+    except ValueError as error:
+        raise ValueError(f"{caller}: {key!r} of {place.name!r}: {error}, or one number") from None
+    return value
 
 
 def _scalar_keys(members: list[_Place], state: Mapping[str, Mapping[Any, Any]]) -> set[Any]:

@@ -56,7 +56,8 @@ class MixedPrecision:
         accumulate: dtype of gradients that are added up over micro-batches: of the main gradient,
             and of the full local one that `zerocore.no_sync` keeps.
         master: dtype in which trainable parameters are kept and stepped (and so, of the optimizer's
-            moments). None: no master copy, parameters are kept in `param` itself.
+            moments); parameters of a wider one stay in theirs. None: no master copy, parameters are
+            kept in `param` itself.
 
     Raises:
         ValueError: if a dtype is not a floating one.

@@ -38,6 +38,24 @@ class Entry:
     index: int
     tensor_parallel: TensorParallel | None = None
 
+    def whole(self, full: torch.Tensor) -> torch.Tensor:
+        """What state dicts show for a tensor of the full shape: a DTensor if the parameter was."""
+        return self.tensor_parallel.whole(full) if self.tensor_parallel else full
+
+    def local(self, value: torch.Tensor) -> torch.Tensor:
+        """The tensor of the full shape in what state dicts show, or in a whole plain tensor.
+
+        Raises:
+            ValueError: for another shape, or other placements of a DTensor.
+        """
+        if self.tensor_parallel:
+            return self.tensor_parallel.local(value)
+        if value.shape != self.shape:
+            raise ValueError(
+                f"expected the full shape {tuple(self.shape)}, got {tuple(value.shape)}"
+            )
+        return value
+
 
 _entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _replaced: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # DTensors and their names
@@ -66,7 +84,8 @@ def replaced_name(param: torch.Tensor) -> str | None:
 
 def fingerprint(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
     """Changes when the optimizer gets other parameters, or when any are taken over by `shard`."""
-    return (_added, *(id(p) for group in optimizer.param_groups for p in group["params"]))
+    groups = (group["params"] for group in optimizer.param_groups)
+    return (_added, *(number for params in groups for number in (len(params), *map(id, params))))
 
 
 def add_model(model: nn.Module, sharded: Sharded) -> None:

@@ -114,6 +114,7 @@ class Sharded:
         units, elements: name and number of elements of each unit; unit 0 is the root.
         flats: the parameters of each flat buffer of each unit.
         buffers: what `MixedPrecision.buffer` does, for the modules that this call owns.
+        state_stays: the full tensors of state_dict() are for this rank too.
         shows_average: a `zerocore.EMA` has put averages in the place of the parameters.
         tensor_parallel_groups: the different `TensorParallel.groups` of the parameters, in the same
             order on all ranks.
@@ -133,6 +134,7 @@ class Sharded:
         self.elements = [sum(p.numel() for _, p in plan.params) for plan in plans]
         self.flats: list[list[list[nn.Parameter]]] = []
         self.shows_average = False
+        self.state_stays = True
         self.tensor_parallel_groups = list(
             dict.fromkeys(how.groups for how in tensor_parallel.values())
         )
@@ -156,7 +158,7 @@ class Sharded:
             compute_dtype=mixed.param if mixed else None,
             reduce_dtype=(mixed.reduce or mixed.param) if mixed else None,
             accumulate_dtype=mixed.accumulate if mixed else None,
-            master_dtype=(mixed.master or mixed.param) if mixed else None,
+            master_dtype=mixed.master if mixed else None,
         )
         for plan in plans:
             self._add_unit(plan, tensor_parallel)

@@ -29,8 +29,15 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
         ValueError: if `model` is not sharded.
     """
     sharded = registry.require_sharded(model, "zerocore.full_state_dict")
-    state = model.state_dict()
-    if rank0_only and not sharded[0].groups.first:
+    keep = not rank0_only or sharded[0].groups.first
+    for owner in sharded:
+        owner.state_stays = keep
+    try:
+        state = model.state_dict()
+    finally:
+        for owner in sharded:
+            owner.state_stays = True
+    if not keep:
         state.clear()
     return state
 
@@ -71,9 +78,10 @@ class StateHooks:
                 names.setdefault((entry.unit, entry.flat), []).append((entry, prefix + name))
         for (unit, flat), wanted in names.items():
             tensors = self._sharded.core.full_tensors(unit, flat)
+            if not self._sharded.state_stays:
+                continue
             for entry, name in wanted:
-                how = entry.tensor_parallel
-                state[name] = how.whole(tensors[entry.index]) if how else tensors[entry.index]
+                state[name] = entry.whole(tensors[entry.index])
         self._save_buffers(module, state, prefix)
 
     def _save_buffers(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
@@ -105,16 +113,19 @@ class StateHooks:
                     "load_state_dict: expected assign=False for a sharded model, whose parameters "
                     "must stay the same objects, got assign=True"
                 )
-            if entry.tensor_parallel and isinstance(state[key], torch.Tensor):
-                try:
-                    state[key] = entry.tensor_parallel.local(state[key])
-                except ValueError as error:
-                    errors.append(f"{key}: {error}")
-                    state[key] = param.detach()
-                    continue
+            full = state[key]
+            try:
+                if not isinstance(full, torch.Tensor):
+                    raise ValueError(f"expected a tensor, got {full!r}")
+                state[key] = entry.local(full.detach())
+            except ValueError as error:
+                errors.append(f"{key}: {error}")
+                state[key] = param.detach()
+                continue
             if not self._sharded.core.is_open(entry.unit):
                 self._sharded.core.before_write()
-                self._replace_by_slice(state, key, param, entry, errors)
+                core = self._sharded.core
+                state[key] = core.slice(entry.unit, entry.flat, entry.index, state[key])
         if not metadata.get("assign_to_params_buffers"):  # else the next forward finds the new ones
             self._load_buffers(module, state, prefix)
 
@@ -123,23 +134,6 @@ class StateHooks:
             source = state.get(prefix + name)
             if isinstance(source, torch.Tensor):
                 state[prefix + name] = self._sharded.buffers.load(module, name, source)
-
-    def _replace_by_slice(
-        self,
-        state: dict[str, Any],
-        key: str,
-        param: nn.Parameter,
-        entry: registry.Entry,
-        errors: list[str],
-    ) -> None:
-        full = state[key]
-        if not isinstance(full, torch.Tensor) or full.shape != entry.shape:
-            got = tuple(full.shape) if isinstance(full, torch.Tensor) else type(full).__name__
-            errors.append(f"{key}: expected the full shape {tuple(entry.shape)}, got {got}")
-            state[key] = param.detach()
-            return
-        core = self._sharded.core
-        state[key] = core.slice(entry.unit, entry.flat, entry.index, full.detach())
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         for param in module.parameters(recurse=False):

@@ -107,10 +107,9 @@ def _prepare(optimizer: Optimizer, places: _Places) -> None:
                 "model has its own parameters, got it inside"
             )
         sharded.core.before_step()
-    mixed = [sharded.options.mixed_precision for sharded in places]
     # zerocore's own optimizer reads main gradients of any dtype.
     own = type(optimizer).__module__.startswith("zerocore.")
-    if own or not any(m and m.accumulate != (m.master or m.param) for m in mixed):
+    if own or not any(sharded.options.mixed_precision for sharded in places):
         return
     for group in optimizer.param_groups:
         for param in group["params"]:

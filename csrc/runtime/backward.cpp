@@ -18,6 +18,14 @@ void Runtime::begin_backward() {
   if (in_backward_ && !backward_task_.expired()) return;
   if (in_backward_) abandon_backward();
   in_backward_ = true;
+  // Goes with the backward, whether that ends or fails.
+  std::shared_ptr<int> task(new int(0), [runtime = weak_from_this()](const int* memory) {
+    delete memory;
+    if (auto self = runtime.lock()) self->backward_is_gone();
+  });
+  backward_task_ = task;
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [self = shared_from_this(), task] { self->end_backward(); });
   backward_sync_ = sync_;
   phase_ = "backward";
   std::vector<bool> participates;
@@ -41,10 +49,6 @@ void Runtime::begin_backward() {
     participates.push_back(unit->expected > 0);
   }
   reductions_->begin(std::move(participates));
-  auto task = std::make_shared<int>(0);
-  backward_task_ = task;
-  torch::autograd::Engine::get_default_engine().queue_callback(
-      [self = shared_from_this(), task] { self->end_backward(); });
   // The root's parameters may be needed by any node: a loss may come from inside the model too. So
   // may what was read through open(), and any resident parameter.
   if (scheduler_->live(0)) enter_backward_of(0);
@@ -276,6 +280,16 @@ void Runtime::adopt_observed_order() {
   const at::Tensor first = control_->gather(own)[0];
   reductions_->adopt({first.data_ptr<int64_t>(), first.data_ptr<int64_t>() + units()});
   order_agreed_ = true;
+}
+
+// The rest of what a failed backward leaves is put in order by whoever comes next: it may have to
+// wait for other ranks, and the error is on its way to the user.
+void Runtime::backward_is_gone() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (!in_backward_) return;
+  for (auto& unit : units_) {
+    for (auto& gradients : unit->gradients) gradients->drop();
+  }
 }
 
 void Runtime::abandon_backward() {

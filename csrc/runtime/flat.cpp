@@ -41,8 +41,11 @@ void take_memory_away(const c10::Storage& storage, const std::string& message) {
   impl->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
 }
 
-c10::ScalarType dtype_of(const at::Tensor& param, const std::optional<c10::ScalarType>& wanted) {
-  return wanted && param.is_floating_point() ? *wanted : param.scalar_type();
+c10::ScalarType shard_dtype(const at::Tensor& param, const FlatOptions& options,
+                            c10::ScalarType compute_dtype) {
+  const c10::ScalarType own = param.scalar_type();
+  if (!param.requires_grad() || !param.is_floating_point()) return own;
+  return options.master_dtype ? c10::promoteTypes(own, *options.master_dtype) : compute_dtype;
 }
 
 const char* kRemedy =
@@ -67,9 +70,10 @@ Flat::Flat(std::string unit, std::vector<std::string> names, std::vector<at::Ten
       windows_(std::move(windows)),
       channel_(channel),
       layout_(numels(params_), transport.shards(), transport.replicas()),
-      shard_dtype_(params_.at(0).requires_grad() ? dtype_of(params_[0], options.master_dtype)
-                                                 : params_[0].scalar_type()),
-      compute_dtype_(dtype_of(params_[0], options.compute_dtype)),
+      compute_dtype_(params_.at(0).is_floating_point() && options.compute_dtype
+                         ? *options.compute_dtype
+                         : params_[0].scalar_type()),
+      shard_dtype_(shard_dtype(params_[0], options, compute_dtype_)),
       shard_is_slot_(options.persistent && compute_dtype_ == shard_dtype_),
       released_message_(released_message(unit_, names_)) {
   c10::InferenceMode normal(false);
@@ -265,8 +269,12 @@ bool Flat::stale() const {
 
 void Flat::invalidate() {
   fresh_ = false;
-  // A step that wrote to both shard and slot is not what made the slot old.
-  if (!slot_stepped_) slot_versions_ = -1;
+  if (!slot_kept_) slot_versions_ = -1;
+}
+
+void Flat::stepped() {
+  slot_kept_ = std::exchange(slot_stepped_, false);
+  invalidate();
 }
 
 at::Tensor Flat::slot() const {
@@ -293,7 +301,7 @@ bool Flat::start_gather() {
   if (!shard_is_slot_ && !slot().defined()) own_slot(window_).copy_(shard_);
   gather_ = transport_.all_gather(window_, channel_);
   gathered_versions_ = slot_versions_ = versions();
-  slot_stepped_ = false;
+  slot_kept_ = false;
   return true;
 }
 

@@ -25,7 +25,8 @@ enum class View {
 struct FlatOptions {
   // Dtype that modules compute in, for floating parameters; nothing: the parameters' own.
   std::optional<c10::ScalarType> compute_dtype;
-  // Dtype of the shard, for trainable floating parameters; nothing: the parameters' own.
+  // Dtype of the shard, for trainable floating parameters that have no wider one; nothing: the
+  // dtype that modules compute in.
   std::optional<c10::ScalarType> master_dtype;
   // The window is resident: the full parameters live always (stages 0 to 2).
   bool persistent = false;
@@ -79,6 +80,8 @@ class Flat {
   // Whether the window must be gathered before it is read.
   bool stale() const;
   void invalidate();
+  // An optimizer has changed the shard.
+  void stepped();
   // Sum of the parameters' version counters: changes when an operator writes to one of them.
   int64_t versions() const;
 
@@ -137,8 +140,8 @@ class Flat {
   std::vector<std::vector<int64_t>> strides_;
   std::vector<std::vector<int64_t>> memory_order_;
   const Layout layout_;
-  const c10::ScalarType shard_dtype_;
   const c10::ScalarType compute_dtype_;
+  const c10::ScalarType shard_dtype_;
   const bool shard_is_slot_;
   const std::string released_message_;
 
@@ -155,7 +158,8 @@ class Flat {
   int64_t shown_versions_ = 0;     // versions() when the view was switched
   int64_t gathered_versions_ = 0;  // versions() when the window was gathered
   int64_t slot_versions_ = -1;     // versions() when the slot was the shard, cast
-  bool slot_stepped_ = false;      // slot_written() since the last gather
+  bool slot_stepped_ = false;      // slot_written() in the step under way
+  bool slot_kept_ = false;         // the last step wrote it, and nothing was gathered since
 };
 
 }  // namespace zerocore

@@ -252,19 +252,30 @@ void Gradients::show(int64_t i) {
   flat_.param(i).mutable_grad() = std::move(grad);
 }
 
+void Gradients::drop() {
+  at::NoGradGuard no_grad;
+  for (int64_t i = 0; i < flat_.size(); ++i) {
+    flat_.param(i).mutable_grad() = at::Tensor();
+    show(i);
+  }
+}
+
 void Gradients::abandon() {
   at::NoGradGuard no_grad;
+  if (pending_.empty()) return;
   try {
     for (auto& pending : pending_) pending->wait();
   } catch (const std::exception&) {
     // The failure is on its way to the user already; the sums are lost with it.
     main_ = partial_ = at::Tensor();
     for (Slot& slot : slots_) slot.main_counts = slot.partial_counts = false;
+    drop();
   }
   pending_.clear();
   for (int64_t i = 0; i < flat_.size(); ++i) {
-    flat_.param(i).mutable_grad() = at::Tensor();
-    show(i);
+    // What was zeroed meanwhile has perhaps been added to since.
+    at::Tensor& grad = flat_.param(i).mutable_grad();
+    if (is_shown(slots_[i], grad) && !is_untouched(slots_[i], grad)) grad.zero_();
   }
 }
 

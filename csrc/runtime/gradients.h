@@ -50,7 +50,9 @@ class Gradients {
   // for with Sync::none.
   void finish(const std::vector<bool>& used);
   // Ends a backward that failed: its gradients are dropped, as far as they were not added to
-  // others.
+  // others. `p.grad` shows what it showed before, so that clearing it clears that.
+  void drop();
+  // Waits for what a dropped backward has left under way, before anything else is begun.
   void abandon();
   // Whether gradients that finish() showed were cleared since; true once for each finish().
   bool cleared();

@@ -448,7 +448,7 @@ at::Tensor Runtime::main_gradient(int unit, int flat) {
 
 void Runtime::after_step(int unit, int flat) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  this->flat(unit, flat).invalidate();
+  this->flat(unit, flat).stepped();
   scheduler_->invalidate(unit);
 }
 

@@ -171,6 +171,7 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   [[noreturn]] void report_divergence();
   [[noreturn]] void collective_failed(const char* what, int unit, const std::exception& error);
   void adopt_observed_order();
+  void backward_is_gone();
   void abandon_backward();
   void note(const char* event, const char* kind, int unit, int64_t elements);
   int64_t elements(int unit) const;
