@@ -189,11 +189,6 @@ def _check_model(model: nn.Module) -> None:
                 f"{name}: expected a parameter on the CPU, got one on {param.device}; other "
                 "devices are not supported yet"
             )
-        if param.requires_grad and param.is_complex():
-            raise NotImplementedError(
-                f"{name}: expected a real trainable parameter, got {param.dtype}, which is not "
-                "supported yet"
-            )
 
 
 def _is_taken(param: nn.Parameter) -> bool:

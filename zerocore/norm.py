@@ -28,7 +28,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         norm_type: 2, 1, any other positive power, or `inf` for the largest magnitude.
 
     Returns:
-        The norm before clipping, a 0-dim fp32 tensor, equal on every rank.
+        The norm before clipping, a 0-dim tensor, equal on every rank; fp32, or fp64 if some
+        gradient is.
 
     Raises:
         ValueError: if the model is not sharded, or for a negative `max_norm` or `norm_type`.
@@ -43,7 +44,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         sharded.core.before_step()
     params = [(s, p) for s in models for p in s.params() if p.grad is not None]
     parts = [(s, registry.entry_of(p).tensor_parallel, p.grad) for s, p in params]
-    norm = grad_norm(parts, models, norm_type).float()
+    norm = grad_norm(parts, models, norm_type).to(_result_dtype(parts))
     grads = [grad for _, _, grad in parts]
     if grads:
         torch._foreach_mul_(grads, clip_coefficient(norm, max_norm))
@@ -87,6 +88,11 @@ def grad_norm(
         by_model[sharded] = _join(by_model.get(sharded, _nothing()), value, maximum)
     total = _join(total, _over_ranks(by_model, maximum), maximum)
     return total if maximum else total.pow(1.0 / norm_type)
+
+
+def _result_dtype(parts: list[Part]) -> torch.dtype:
+    wide = any(grad.dtype in (torch.float64, torch.complex128) for _, _, grad in parts)
+    return torch.float64 if wide else torch.float32
 
 
 def _nothing() -> torch.Tensor:
@@ -173,7 +179,7 @@ def _total_norm(
         return _torchs_norm(tensors, norm_type, error_if_nonfinite, foreach)
     for sharded in models:
         sharded.core.before_step()
-    norm = grad_norm(parts, models, float(norm_type)).float()
+    norm = grad_norm(parts, models, float(norm_type)).to(_result_dtype(parts))
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients is {norm.item()}, so it cannot be "

@@ -21,14 +21,21 @@ def _padded(stop: int) -> int:
 
 def _view(moments: torch.Tensor, param: torch.Tensor, start: int) -> torch.Tensor:
     """The part of 1-D moments that belongs to `param`, element by element, in its memory order."""
+    if param.is_complex():
+        moments, start = torch.view_as_complex(moments.view(-1, 2)), start // 2
     return moments.as_strided(param.shape, param.stride(), start)
+
+
+def _real(flat: torch.Tensor) -> torch.Tensor:
+    """A 1-D tensor; of complex numbers, both parts of each in turn, which step by themselves."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 class _Member(NamedTuple):
     """A parameter in a buffer.
 
     Attributes:
-        start, stop: the range of its elements in the buffer.
+        start, stop: the range of its elements in the buffer, of a complex one's real numbers.
         index: its place among the parameters of the flat buffer.
         how: where tensor-parallel ranks have the rest of it.
     """
@@ -67,14 +74,14 @@ class _Buffer:
     def values(self) -> torch.Tensor:
         """The parameters, 1-D."""
         if self.sharded is not None:
-            return self.sharded.core.shard(self.unit, self.flat)
-        return self.members[0].param.detach().view(-1)
+            return _real(self.sharded.core.shard(self.unit, self.flat))
+        return _real(self.members[0].param.detach().view(-1))
 
     def grads(self) -> torch.Tensor:
         """The gradients, 1-D, anything where there is none."""
         if self.sharded is not None:
-            return self.sharded.core.main_gradient(self.unit, self.flat)
-        return self.members[0].param.grad.detach().reshape(-1)
+            return _real(self.sharded.core.main_gradient(self.unit, self.flat))
+        return _real(self.members[0].param.grad.detach().reshape(-1))
 
     def active(self) -> bytes:
         """One byte for each member: whether it has a gradient."""
@@ -251,14 +258,17 @@ class AdamW(torch.optim.Optimizer):
             for param in group["params"]:
                 entry = registry.entry_of(param)
                 sharded = entry.sharded() if entry is not None else None
+                width = 2 if param.is_complex() else 1
                 if sharded is None:
                     buffer = buffers[id(param), -1, -1] = _Buffer(None)
-                    buffer.members.append(_Member(param, 0, param.numel()))
+                    buffer.members.append(_Member(param, 0, width * param.numel()))
                     continue
                 key = (id(sharded), entry.unit, entry.flat)
                 buffer = buffers.setdefault(key, _Buffer(sharded, entry.unit, entry.flat))
                 place = sharded.core.within_shard(entry.unit, entry.flat, entry.index)
-                buffer.members.append(_Member(param, *place, entry.index, entry.tensor_parallel))
+                start, stop = (width * element for element in place)
+                member = _Member(param, start, stop, entry.index, entry.tensor_parallel)
+                buffer.members.append(member)
         for buffer in buffers.values():
             buffer.members.sort(key=lambda member: member.index)
             if buffer.sharded is not None:
