@@ -248,3 +248,21 @@ def test_clear_errors(ranks):
         assert "layers.1.linear.weight: expected memory of its own" in tied
         assert "was replaced: expected Double" in dtype
         assert "outside of a forward" in state
+
+
+def outlived(optimizer):
+    """Steps of an optimizer whose model is gone, on the shards that it still holds."""
+    model = sharded.shard("transformer", 1)
+    opt = sharded.optimizer_of(optimizer, model.parameters())
+    sharded.step(model, opt, "transformer", 0)
+    del model
+    gc.collect()
+    before = [p.detach().clone() for group in opt.param_groups for p in group["params"]]
+    opt.step()  # the gradients are still there
+    after = [p.detach() for group in opt.param_groups for p in group["params"]]
+    return any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "zerocore"])
+def test_an_optimizer_may_outlive_its_model(ranks, optimizer):
+    assert all(ranks(2, outlived, optimizer))

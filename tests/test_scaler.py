@@ -9,6 +9,7 @@ import sharded
 import torch
 import torch.distributed as dist
 from reference import assert_same
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerocore
 
@@ -214,3 +215,37 @@ def test_is_torchs_without_shards():
     for final in finals[1:]:
         for one, other in zip(finals[0], final, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+class NoSynchronisation(TorchDispatchMode):
+    """Fails where the host reads a tensor's value."""
+
+    READS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Passes everything else on."""
+        assert func.__name__.split(".")[0] not in self.READS, f"the host waits for {func}"
+        return func(*args, **kwargs or {})
+
+
+def steps_watched(stage, precision):
+    """Steps with loss scaling and clipping, in which the host reads nothing."""
+    policy = zerocore.MixedPrecision(precision) if precision else None
+    model = sharded.shard(JOB, stage, mixed_precision=policy)
+    opt = zerocore.AdamW(model.parameters(), max_grad_norm=1.0)
+    scaler = zerocore.GradScaler(init_scale=2.0**8)
+    for number in range(3):
+        opt.zero_grad()
+        x, target = models.batch(JOB, dist.get_rank(), number)
+        loss = models.loss_of(lambda x: model(x).float(), (x, target))
+        scaler.scale(loss).backward()
+        with NoSynchronisation():
+            scaler.step(opt)
+            scaler.update()
+    return scaler.get_scale()
+
+
+@pytest.mark.parametrize("precision", [None, torch.float16])
+def test_the_host_waits_for_no_value(ranks, precision):
+    for stage in STAGES:
+        assert ranks(2, steps_watched, stage, precision) == [2.0**8] * 2

@@ -133,7 +133,7 @@ def _plan_of(optimizer: Optimizer) -> _Plan:
                 entry = registry.entry_of(param)
                 if entry is None:
                     _check_replaced(optimizer, param)
-                else:
+                elif entry.sharded() is not None:  # else the model is gone, not its parameters
                     flats.setdefault(entry.sharded, set()).add((entry.unit, entry.flat))
         plan = _plans[optimizer] = _Plan(fingerprint, flats)
     return plan
