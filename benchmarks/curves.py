@@ -4,8 +4,9 @@
 
 Trains the example's GPT on the example's text in the same way with each of them, and prints one
 table. The stages must give the same bits. Their distance to DDP with the same seed is to be no more
-than that between two seeds of DDP: the two round in different places (zerocore keeps a bf16 copy of
-the weights and of the gradients' messages, autocast casts at each operation).
+than that between two seeds of DDP: the two round in different places (zerocore computes everything
+with narrow weights, as FSDP2 does, and sends narrow gradients; autocast casts at each operation and
+leaves the residual stream and the gradients in fp32). FSDP2 with the same dtypes stands beside.
 """
 
 import argparse
@@ -16,6 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 import zerocore
@@ -59,14 +62,19 @@ def compare(name: str, data: Tensor, options: argparse.Namespace) -> bool:
     dtype = DTYPES[name]
     stages = [curve(sharded(stage, dtype), data, options, seed=1) for stage in range(4)]
     peer, other = (curve(replicated(dtype), data, options, seed) for seed in (1, 2))
+    fsdp2 = curve(fully_sharded(dtype), data, options, seed=1)
     same = all(torch.equal(stages[0], stage) for stage in stages[1:])
-    distance, spread = ((a - b).abs().mean().item() for a, b in ((stages[0], peer), (peer, other)))
+    pairs = ((stages[0], peer), (peer, other), (fsdp2, peer), (stages[0], fsdp2))
+    distance, spread, theirs, between = ((a - b).abs().mean().item() for a, b in pairs)
     if dist.get_rank() == 0:
-        last = [run[-20:].mean().item() for run in (stages[0], peer, other)]
+        last = [run[-20:].mean().item() for run in (stages[0], peer, other, fsdp2)]
         print(
-            f"{name}: stages 0..3 {'bit-equal' if same else 'DIFFERENT'}; last 20 steps: zerocore "
-            f"{last[0]:.4f}, DDP {last[1]:.4f}, DDP with another seed {last[2]:.4f}; distance of "
-            f"zerocore to DDP {distance:.4f}, of the two seeds {spread:.4f}"
+            f"{name}: stages 0..3 {'bit-equal' if same else 'DIFFERENT'}\n"
+            f"  mean of the last 20 steps: zerocore {last[0]:.4f}, DDP {last[1]:.4f}, DDP with "
+            f"another seed {last[2]:.4f}, FSDP2 {last[3]:.4f}\n"
+            f"  distances: zerocore to DDP {distance:.4f}, the two seeds {spread:.4f}, "
+            f"FSDP2 to DDP {theirs:.4f}, zerocore to FSDP2 {between:.4f}",
+            flush=True,
         )
     return same and distance <= spread
 
@@ -105,6 +113,22 @@ def replicated(dtype: torch.dtype) -> Setup:
     return setup
 
 
+def fully_sharded(dtype: torch.dtype) -> Setup:
+    """A setup with FSDP2."""
+
+    def setup(model: nn.Module) -> tuple[Step, torch.optim.Optimizer, torch.amp.GradScaler]:
+        policy = MixedPrecisionPolicy(dtype, reduce_dtype=dtype, output_dtype=torch.float32)
+        options = dict(mesh=init_device_mesh("cpu", (dist.get_world_size(),)), mp_policy=policy)
+        for block in model.blocks:
+            fully_shard(block, **options | {"mp_policy": MixedPrecisionPolicy(dtype, dtype)})
+        fully_shard(model, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)
+        return lambda x, y: loss_of(model(x), y), optimizer, scaler
+
+    return setup
+
+
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean loss in nats."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -121,7 +145,7 @@ def curve(setup: Setup, data: Tensor, options: argparse.Namespace, seed: int) ->
         scaler.scale(loss).backward()
         if not isinstance(optimizer, zerocore.AdamW):  # which clips by itself
             scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], CLIP)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()

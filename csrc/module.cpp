@@ -83,6 +83,7 @@ void bind_runtime(py::module_& m) {
            py::arg("master_dtype"))
       .def("add_unit", torch::wrap_pybind_function_no_gil(&add_unit))
       .def("seal", no_gil(&Runtime::seal))
+      .def("add_nested", no_gil(&Runtime::add_nested))
       .def("begin_forward", no_gil(&Runtime::begin_forward))
       .def("end_forward", no_gil(&Runtime::end_forward))
       .def("pre_forward", no_gil(&Runtime::pre_forward))

@@ -88,6 +88,15 @@ def test_replicas_can_be_summed_once(ranks, stage, how):
         assert held == [4 * shard] * MICRO
 
 
+def test_at_stage_0_everything_is_a_replica(ranks):
+    reports = ranks(2, accumulate, 0, "replicas_only")
+    assert_close(reports, 2)
+    for _, collectives, held, units in reports:
+        whole = sum(unit.padded for unit in units.values())
+        assert collectives["all_reduce"].elements == whole
+        assert held == [4 * whole] * MICRO
+
+
 def without_replicas(stage):
     """Gradients and traffic with `replicas_only` where nothing is replicated."""
     model = sharded.shard(JOB, stage)

@@ -266,3 +266,89 @@ def outlived(optimizer):
 @pytest.mark.parametrize("optimizer", ["adamw", "zerocore"])
 def test_an_optimizer_may_outlive_its_model(ranks, optimizer):
     assert all(ranks(2, outlived, optimizer))
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        """Passes x on."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Fails."""
+        raise ArithmeticError("in backward")
+
+
+def written_after_failure(stage, precision):
+    """Shapes, and the factor on every parameter, after a failed backward and a doubling."""
+    policy = zerocore.MixedPrecision(precision, output=torch.float32) if precision else None
+    model = sharded.shard("attention", stage, mixed_precision=policy)
+    before = zerocore.full_state_dict(model)
+    shapes = [p.shape for p in model.parameters()]
+    x = torch.randn(2, 4, 9)
+    handle = model.first.register_forward_hook(lambda m, a, out: (_Fails.apply(out[0]), out[1]))
+    with pytest.raises(ArithmeticError):
+        model(x).sum().backward()
+    handle.remove()
+    assert [p.shape for p in model.parameters()] == shapes
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2.0)
+    model(x).sum().backward()
+    after = zerocore.full_state_dict(model)
+    return all(torch.equal(after[name], 2 * value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_can_be_written_after_a_failed_backward(ranks, stage, precision):
+    assert all(ranks(2, written_after_failure, stage, precision))
+
+
+class Routed(nn.Module):
+    """[B, 6] to [B, 6] through the experts that are named."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inlet = nn.Linear(6, 6)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.outlet = nn.Linear(6, 6)
+
+    def forward(self, x, experts):
+        """Those experts only."""
+        x = self.inlet(x)
+        for i in experts:
+            x = torch.tanh(self.experts[i](x))
+        return self.outlet(x)
+
+
+def routed(stage, nested, how):
+    """State after steps in which the ranks use an expert of its own shard() call differently."""
+    model = Routed()
+    if nested:
+        zerocore.shard(model.experts[1], stage)
+    zerocore.shard(model, stage, units=["experts.0"] if nested else ["experts.0", "experts.1"])
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    first = dist.get_rank() == 0
+    for number in range(4):
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * number + first))
+        opt.zero_grad()
+        if how == "no rank in the last micro-batch":
+            with zerocore.no_sync(model):
+                model(x, [0, 1]).square().mean().backward()
+            model(x, [0]).square().mean().backward()
+        else:
+            model(x, [0, 1] if first == (number % 2 == 0) else [0]).square().mean().backward()
+        opt.step()
+    return zerocore.full_state_dict(model)
+
+
+@pytest.mark.parametrize("how", ["one rank", "no rank in the last micro-batch"])
+def test_ranks_may_use_a_nested_model_differently(ranks, how):
+    for stage in (0, 1, 2):
+        expected = ranks(2, routed, stage, False, how)[0]
+        for state in ranks(2, routed, stage, True, how):
+            for name, value in expected.items():
+                assert torch.equal(state[name], value), (stage, name)

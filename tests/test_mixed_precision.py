@@ -143,8 +143,9 @@ def test_dtypes_of_every_kind_of_parameter(ranks, master):
 
 def test_bad_dtypes_are_refused():
     for name in ("param", "reduce", "buffer", "output", "accumulate", "master"):
-        with pytest.raises(ValueError, match=f"\\({name}=...\\): expected a floating"):
-            zerocore.MixedPrecision(**{name: torch.int32})
+        for bad in (torch.int32, torch.complex64, torch.float8_e4m3fn, "bf16"):
+            with pytest.raises(ValueError, match=f"\\({name}=...\\): expected torch.bfloat16"):
+                zerocore.MixedPrecision(**{name: bad})
     for name in ("param", "accumulate"):
         with pytest.raises(ValueError, match="got None"):
             zerocore.MixedPrecision(**{name: None})

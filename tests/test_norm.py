@@ -153,6 +153,9 @@ def others():
     whole = torch.nn.utils.clip_grad_norm_([*own.parameters(), *model.parameters()], INF)
     only = zerocore.clip_grad_norm_(model, INF)
     empty = torch.nn.utils.clip_grad_norm_([], 1.0)
+    for norm_type in (0, -1.0, -INF):
+        with pytest.raises(ValueError, match="norm_type: expected a positive number"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type)
     return alone, whole, only, empty
 
 

@@ -1,5 +1,8 @@
 """zerocore.AdamW behaves as torch.optim.AdamW."""
 
+import copy
+import pickle
+
 import models
 import pytest
 import reference
@@ -368,3 +371,58 @@ def test_two_optimizers_share_a_model(ranks, stage, kind):
     ours = two_optimizers(None, "torch")
     for state in ranks(2, two_optimizers, stage, kind):
         assert_as_exact(state, ours, exact)
+
+
+def grid():
+    """Plain parameters: channels_last, transposed and 0-dim."""
+    torch.manual_seed(0)
+    weight = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    return [torch.nn.Parameter(t) for t in (weight, torch.randn(3, 4).t(), torch.tensor(2.0))]
+
+
+def test_plain_parameters_in_any_memory_order():
+    ours, theirs = grid(), grid()
+    opts = zerocore.AdamW(ours, lr=0.1), torch.optim.AdamW(theirs, lr=0.1)
+    for number in range(3):
+        for p, q in zip(ours, theirs, strict=True):
+            q.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(number))
+            p.grad = q.grad.clone()
+        for opt in opts:
+            opt.step()
+    for p, q in zip(ours, theirs, strict=True):
+        assert p.stride() == q.stride()
+        torch.testing.assert_close(p, q)
+
+
+def test_copies_and_pickles_go_on():
+    for duplicate in (copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))):
+        (p,) = [torch.nn.Parameter(torch.ones(3))]
+        opt = zerocore.AdamW([p], lr=0.1, max_grad_norm=0.5)
+        p.grad = torch.ones(3)
+        opt.step()
+        other = duplicate(opt)
+        assert other.max_grad_norm == 0.5
+        (q,) = other.param_groups[0]["params"]
+        q.grad = torch.ones(3)
+        opt.step()
+        other.step()
+        assert torch.equal(p, q) and p is not q
+
+
+def test_options_that_it_does_not_have_are_refused():
+    p = torch.nn.Parameter(torch.ones(3))
+    for option in ("amsgrad", "maximize", "max_grad_norm"):
+        with pytest.raises(ValueError, match=option):
+            zerocore.AdamW([{"params": [p], option: 1.0}])
+    gaps = torch.nn.Parameter(torch.ones(4, 6)[:, ::2])
+    gaps.grad = torch.ones(4, 3)
+    with pytest.raises(ValueError, match="fill its memory"):
+        zerocore.AdamW([gaps]).step()
+
+
+def test_a_norm_that_overflows_changes_nothing():
+    p = torch.nn.Parameter(torch.ones(4))
+    opt = zerocore.AdamW([p], lr=0.1, max_grad_norm=1.0)
+    p.grad = torch.full((4,), 2e38)
+    opt.step()
+    assert opt.skipped.item() == 1.0 and torch.equal(p, torch.ones(4))

@@ -287,6 +287,10 @@ def moved(state):
     second["params"].append(first["params"].pop())
 
 
+def nothing(state):
+    """Leaves the state alone."""
+
+
 BAD_STATES = {
     "no dict": (lambda s: None, "optimizer_state_dict"),
     "no groups": (lambda s: s.pop("param_groups"), "param_groups"),
@@ -297,7 +301,37 @@ BAD_STATES = {
     "shape": (lambda s: s["state"]["last.bias"].update(exp_avg=torch.ones(9, 1)), "(17,)"),
     "fewer groups": (lambda s: s["param_groups"].pop(), "2 param groups, as the optimizer has"),
     "grouping": (moved, "otherwise"),
+    "list": (nothing, "got list"),
+    "text": (nothing, "got str"),
+    "group without parameters": (
+        lambda s: s["param_groups"][0].pop("params"),
+        "param groups with a list 'params'",
+    ),
+    "number as a group": (lambda s: s.update(param_groups=[3]), "got 3"),
+    "tensor as state": (
+        lambda s: s["state"].update({"last.bias": torch.ones(3)}),
+        "the state of 'last.bias', got Tensor",
+    ),
+    "without step": (lambda s: s["state"]["last.bias"].pop("step"), "without step"),
+    "one number as moment": (
+        lambda s: s["state"]["first.turned"].update(exp_avg=torch.tensor(1.0)),
+        "'exp_avg' of 'first.turned'",
+    ),
+    "meta": (
+        lambda s: s["state"]["last.bias"].update(exp_avg=torch.ones(3, device="meta")),
+        "got a meta one",
+    ),
+    "amsgrad": (lambda s: s["param_groups"][0].update(amsgrad=True), "no amsgrad"),
+    "another lr": (lambda s: s["param_groups"][0].update(lr=0.7), "'lr' of 'param group 0'"),
+    "another step": (
+        lambda s: s["state"]["last.bias"].update(step=torch.tensor(9.0)),
+        "'step' of 'last.bias'",
+    ),
 }
+
+
+ONE_RANK_ONLY = ("another lr", "another step")  # wrong because the other ranks have another
+NO_DICTS = {"no dict": None, "list": [1], "text": "path"}
 
 
 def refused(rank_of_fault):
@@ -317,11 +351,13 @@ def refused(rank_of_fault):
             errors[case] = str(error)
 
     for case, (spoil, _) in BAD_STATES.items():
+        if rank_of_fault is None and case in ONE_RANK_ONLY:
+            continue
         state = copy.deepcopy(before)
         if here:
             spoil(state)
-        if here and case == "no dict":
-            state = None
+        if here and case in NO_DICTS:
+            state = NO_DICTS[case]
         attempt(case, lambda s=state: zerocore.load_optimizer_state_dict(model, opt, s))
     assert_same_state(zerocore.optimizer_state_dict(model, opt), before)
     stranger = torch.optim.SGD([nn.Parameter(torch.ones(3))] if here else [model.last.bias])
@@ -340,6 +376,9 @@ def refused(rank_of_fault):
 @pytest.mark.parametrize("rank_of_fault", [None, 1])
 def test_errors_on_every_rank(ranks, rank_of_fault):
     words = {case: word for case, (_, word) in BAD_STATES.items()}
+    if rank_of_fault is None:
+        for case in ONE_RANK_ONLY:
+            del words[case]
     words |= {"stranger": "not in the model", "whole": "(3, 3)", "plain": "zerocore.shard"}
     words |= {"load plain": "zerocore.shard", "other state": "last.bias"}
     if rank_of_fault is None:
@@ -348,3 +387,36 @@ def test_errors_on_every_rank(ranks, rank_of_fault):
         for case, word in words.items():
             assert errors[case] is not None and word in errors[case], (case, errors[case])
         assert (errors["other state"] is None) == (rank_of_fault is None), errors
+
+
+def another_ranks(stage):
+    """The error of a step after rank 0's optimizer.state_dict() was loaded on every rank."""
+    model, second = (zerocore.shard(nn.Linear(8, 8, bias=False), stage) for _ in range(2))
+    opt, other = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, second))
+    model(torch.ones(1, 8)).sum().backward()
+    opt.step()
+    packed = [opt.state_dict()]
+    own = copy.deepcopy(packed[0])
+    dist.broadcast_object_list(packed, 0)
+    second(torch.ones(1, 8)).sum().backward()
+    other.load_state_dict(packed[0])
+    try:
+        other.step()
+        error = None
+    except RuntimeError as caught:
+        error = str(caught)
+    other.load_state_dict(own)
+    other.step()
+    assert all(set(g) == set(opt.param_groups[0]) for g in other.param_groups)
+    return error
+
+
+def test_another_ranks_state_is_refused(ranks):
+    for stage in (0, 1, 3):
+        first, second = ranks(2, another_ranks, stage)
+        assert first is None
+        if stage == 0:
+            assert second is None
+        else:
+            assert "got that of shard 0 of 2 (this is shard 1 of 2)" in second
+            assert "zerocore.optimizer_state_dict" in second

@@ -13,18 +13,22 @@ except ImportError as error:
 
 from zerocore.api import info, ledger, no_sync, shard, stats
 from zerocore.ema import EMA
+from zerocore.ledger import Ledger
 from zerocore.norm import clip_grad_norm_
 from zerocore.optim import AdamW
 from zerocore.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
 from zerocore.policy import MixedPrecision
 from zerocore.scaler import GradScaler
 from zerocore.state import full_state_dict, gathered
+from zerocore.stats import Stats
 
 __all__ = [
     "EMA",
     "AdamW",
     "GradScaler",
+    "Ledger",
     "MixedPrecision",
+    "Stats",
     "clip_grad_norm_",
     "full_state_dict",
     "gathered",

@@ -268,8 +268,8 @@ def no_sync(model: nn.Module, *, replicas_only: bool = False) -> Iterator[None]:
       that these stages are there to save (and says so once): without it each backward reduces into
       the shard, which holds 1/N and sends (N-1)/N for each micro-batch.
     - `replicas_only`, with hybrid sharding: each backward sums over the shard group, into a shard
-      (1/N held, (N-1)/N sent), and only the sum over the replicas waits. Without replicas, and on
-      every stage, it is then as outside of the block.
+      (1/N held, (N-1)/N sent), and only the sum over the replicas waits. Without replicas this is
+      what happens outside of the block too. (At stage 0 the shard is the whole.)
 
     Meanwhile `p.grad` shows this rank's part of what waits; clearing it clears all of it.
 

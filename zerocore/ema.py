@@ -99,7 +99,7 @@ class EMA:
                 continue
             key = (sharded, entry.unit, entry.flat)
             if key not in averages:
-                if not any(p.requires_grad for p in sharded.flats[entry.unit][entry.flat]):
+                if not sharded.trainable[entry.unit][entry.flat]:
                     continue
                 shard = sharded.core.shard(entry.unit, entry.flat)
                 dtype = torch.promote_types(shard.dtype, torch.float32)
@@ -205,7 +205,7 @@ class EMA:
         error, full = None, {}
         try:
             full = self._full_tensors(caller, state_dict)
-        except ValueError as caught:
+        except Exception as caught:  # whatever it is, the other ranks must hear of it
             error = caught
         groups = [sharded.groups for sharded in self._sharded]
         process_groups.exchange(caller, groups, error, [None] * len(groups))

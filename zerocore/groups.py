@@ -45,6 +45,11 @@ class Groups:
         """Whether this rank speaks for all, in warnings for example."""
         return dist.get_rank() == self.ranks.all[0]
 
+    @property
+    def shard_rank(self) -> int:
+        """Which of the shards this rank has."""
+        return sorted(self.ranks.shard).index(dist.get_rank())
+
 
 def check_mesh(mesh: DeviceMesh | None) -> Exception | None:
     """What is wrong with `mesh` in itself, if anything.
@@ -261,11 +266,6 @@ def broadcast_from_first(tensors: list[torch.Tensor], groups: Groups) -> None:
         dist.broadcast(flat, src=groups.ranks.all[0], group=groups.control)
         if buffer.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(buffer)
-
-
-def reduce_over_shards(value: torch.Tensor, groups: Groups, maximum: bool = False) -> torch.Tensor:
-    """As `reduce_over` the shard group."""
-    return reduce_over(value, (groups.shard,), maximum)
 
 
 def reduce_over_all(value: torch.Tensor, groups: Groups, maximum: bool = False) -> torch.Tensor:

@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn.utils import clip_grad as torchs
 
 from zerocore import groups, ops, registry
-from zerocore.groups import Groups
 from zerocore.runtime import Sharded
 from zerocore.tensor_parallel import TensorParallel
 
@@ -54,10 +53,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 def grad_norm(
     parts: Iterable[Part], models: Iterable[Sharded], norm_type: float = 2.0
 ) -> torch.Tensor:
-    """The norm over the whole of all gradients, of which sharded ones are summed over ranks.
+    """The norm over the whole of all gradients.
 
     A collective over the ranks of the models, with no synchronisation of the host. Each element is
-    counted once: replicas hold the same one.
+    counted once, however many ranks hold it; those of no sharded model, as if all did.
 
     Args:
         parts: this rank's gradients.
@@ -66,37 +65,39 @@ def grad_norm(
     Returns:
         A 0-dim fp64 tensor, equal on every rank. Sums are taken in fp64, so that their order hardly
         matters. Not finite if any element on any rank is not.
+
+    Raises:
+        ValueError: for models of which none has the ranks of all others.
     """
     maximum = math.isinf(norm_type)
-    # By model and tensor-parallel ranks, in an order that all ranks share: that of the gradients
-    # may differ between them.
-    sums: dict[tuple[Sharded | None, tuple], torch.Tensor] = {(None, ()): _nothing()}
-    for sharded in models:
-        for ranks in [(), *sharded.tensor_parallel_groups]:
-            sums[sharded, ranks] = _nothing()
+    models = list(models)
+    widest = groups.widest(model.groups for model in models) if models else None
+    everyone = len(widest.ranks.all) if widest else 1
+    # By tensor-parallel ranks, in an order that all ranks share: that of the gradients may differ.
+    kinds = [kind for model in models for kind in model.tensor_parallel_groups]
+    sums = {kind: torch.zeros((), dtype=torch.float64) for kind in [(), *kinds]}
     for sharded, how, grad in parts:
         if grad.numel() == 0:
             continue
         value = _measure(grad.detach(), norm_type)
-        key = (sharded, how.groups if how else ())
-        copies = how.copies if how and not maximum else 1
-        sums[key] = _join(sums[key], value / copies, maximum)
-    total = sums.pop((None, ()))  # of parameters that are no sharded model's: not reduced
-    by_model: dict[Sharded, torch.Tensor] = {}
-    for (sharded, ranks), value in sums.items():
-        value = groups.reduce_over(value, ranks, maximum)
-        by_model[sharded] = _join(by_model.get(sharded, _nothing()), value, maximum)
-    total = _join(total, _over_ranks(by_model, maximum), maximum)
+        kind = how.groups if how else ()
+        if maximum:
+            sums[kind] = torch.maximum(sums[kind], value)
+            continue
+        holders = len(sharded.groups.ranks.replicate) if sharded else everyone
+        sums[kind] = sums[kind] + value / (holders * (how.copies if how else 1))
+    total = sums.pop(())
+    for kind, value in sums.items():
+        value = groups.reduce_over(value, kind, maximum)
+        total = torch.maximum(total, value) if maximum else total + value
+    if widest is not None:
+        total = groups.reduce_over_all(total, widest, maximum)
     return total if maximum else total.pow(1.0 / norm_type)
 
 
 def _result_dtype(parts: list[Part]) -> torch.dtype:
     wide = any(grad.dtype in (torch.float64, torch.complex128) for _, _, grad in parts)
     return torch.float64 if wide else torch.float32
-
-
-def _nothing() -> torch.Tensor:
-    return torch.zeros((), dtype=torch.float64)
 
 
 def _measure(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
@@ -106,36 +107,6 @@ def _measure(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
     if norm_type == 2.0:
         return ops.sumsq(grad)[0]
     return grad.double().abs().pow(norm_type).sum()
-
-
-def _join(a: torch.Tensor, b: torch.Tensor, maximum: bool) -> torch.Tensor:
-    return torch.maximum(a, b) if maximum else a + b
-
-
-def _over_ranks(sums: dict[Sharded, torch.Tensor], maximum: bool) -> torch.Tensor:
-    """Joins the values of all ranks: one collective for models over the same ranks."""
-    total = _nothing()
-    shared: dict[groups.Ranks, tuple[Groups, torch.Tensor]] = {}
-    for sharded, value in sums.items():
-        known = shared.get(sharded.groups.ranks)
-        joined = value if known is None else _join(known[1], value, maximum)
-        shared[sharded.groups.ranks] = (sharded.groups, joined)
-    for ranks, (its_groups, value) in shared.items():
-        shared[ranks] = (its_groups, groups.reduce_over_shards(value, its_groups, maximum))
-    if not shared:
-        return total
-    # Models on some of another model's ranks (experts): their sum is on each of theirs.
-    widest = groups.widest(its_groups for its_groups, _ in shared.values())
-    inner = [(r, value) for r, (_, value) in shared.items() if set(r.all) != set(widest.ranks.all)]
-    for ranks, (_, value) in shared.items():
-        if set(ranks.all) == set(widest.ranks.all):
-            total = _join(total, value, maximum)
-    if inner:
-        part = _nothing()
-        for ranks, value in inner:
-            part = _join(part, value if maximum else value / len(ranks.all), maximum)
-        total = _join(total, groups.reduce_over_all(part, widest, maximum), maximum)
-    return total
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -166,6 +137,7 @@ def _total_norm(
 ) -> torch.Tensor:
     """As torch.nn.utils.get_total_norm; gradients of shards are those of all ranks."""
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    norm_type = float(norm_type)
     owners = {
         id(p.grad): (s, registry.entry_of(p).tensor_parallel)
         for s in registry.all_sharded()
@@ -177,9 +149,13 @@ def _total_norm(
     models = [sharded for sharded in registry.all_sharded() if sharded in owning]
     if not models:
         return _torchs_norm(tensors, norm_type, error_if_nonfinite, foreach)
+    if not norm_type > 0:
+        raise ValueError(
+            f"norm_type: expected a positive number for sharded gradients, got {norm_type}"
+        )
     for sharded in models:
         sharded.core.before_step()
-    norm = grad_norm(parts, models, float(norm_type)).to(_result_dtype(parts))
+    norm = grad_norm(parts, models, norm_type).to(_result_dtype(parts))
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients is {norm.item()}, so it cannot be "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,6 +24,11 @@ def _view(moments: torch.Tensor, param: torch.Tensor, start: int) -> torch.Tenso
     if param.is_complex():
         moments, start = torch.view_as_complex(moments.view(-1, 2)), start // 2
     return moments.as_strided(param.shape, param.stride(), start)
+
+
+def _flattened(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements of a dense tensor as a 1-D view, in the order of its memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _real(flat: torch.Tensor) -> torch.Tensor:
@@ -75,13 +80,17 @@ class _Buffer:
         """The parameters, 1-D."""
         if self.sharded is not None:
             return _real(self.sharded.core.shard(self.unit, self.flat))
-        return _real(self.members[0].param.detach().view(-1))
+        return _real(_flattened(self.members[0].param.detach()))
 
     def grads(self) -> torch.Tensor:
         """The gradients, 1-D, anything where there is none."""
         if self.sharded is not None:
             return _real(self.sharded.core.main_gradient(self.unit, self.flat))
-        return _real(self.members[0].param.grad.detach().reshape(-1))
+        param = self.members[0].param
+        grad = param.grad.detach()
+        if grad.stride() != param.stride():
+            grad = torch.empty_strided(param.shape, param.stride(), dtype=grad.dtype).copy_(grad)
+        return _real(_flattened(grad))
 
     def active(self) -> bytes:
         """One byte for each member: whether it has a gradient."""
@@ -123,11 +132,30 @@ def _same_place(a: TensorParallel | None, b: TensorParallel | None) -> bool:
     return (a.groups, a.copies) == (b.groups, b.copies)
 
 
-def _check_options(groups: list[dict[str, Any]]) -> None:
+def _check_dense(param: torch.Tensor) -> None:
+    """As torch's is_non_overlapping_and_dense."""
+    expected = 1
+    for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
+        if size > 1 and stride != expected:
+            raise ValueError(
+                "zerocore.AdamW: expected a parameter whose elements fill its memory, got the "
+                f"shape {tuple(param.shape)} with the strides {param.stride()}; make it contiguous"
+            )
+        expected *= size if size > 1 else 1
+
+
+def check_options(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Refuses param groups that ask for what AdamW does not do.
+
+    Raises:
+        ValueError: for the first option of that kind.
+    """
     for group in groups:
-        for option in ("amsgrad", "maximize"):
+        for option in ("amsgrad", "maximize", "max_grad_norm"):
             if group.get(option):
-                raise ValueError(f"zerocore.AdamW: expected {option}=False, got True")
+                raise ValueError(
+                    f"zerocore.AdamW: expected no {option} in a param group, got {group[option]}"
+                )
 
 
 _NARROW = (torch.bfloat16, torch.float16)
@@ -199,9 +227,18 @@ class AdamW(torch.optim.Optimizer):
         self.skipped: torch.Tensor | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch.optim.Optimizer.add_param_group."""
+        """As torch.optim.Optimizer.add_param_group.
+
+        Raises:
+            ValueError: for an option that this optimizer, or a group of it, does not have.
+        """
+        check_options([param_group])
         super().add_param_group(param_group)
         self._buffers = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and copy."""
+        return super().__getstate__() | {"max_grad_norm": self.max_grad_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Accepts the param groups of torch.optim.Adam and AdamW as well.
@@ -209,15 +246,17 @@ class AdamW(torch.optim.Optimizer):
         Raises:
             ValueError: if they ask for what this optimizer does not do.
         """
-        _check_options(state["param_groups"])
+        check_options(state["param_groups"])
         super().__setstate__(state)
         self._buffers = None
+        if "max_grad_norm" in state:  # a copy, not a load_state_dict
+            self.grad_norm = self.skipped = None
         for group in self.param_groups:
             group.setdefault("decoupled", group.get("decoupled_weight_decay", True))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch.optim.Optimizer.load_state_dict; see `__setstate__`."""
-        _check_options(state_dict["param_groups"])  # before anything changes
+        check_options(state_dict["param_groups"])  # before anything changes
         super().load_state_dict(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
@@ -260,6 +299,7 @@ class AdamW(torch.optim.Optimizer):
                 sharded = entry.sharded() if entry is not None else None
                 width = 2 if param.is_complex() else 1
                 if sharded is None:
+                    _check_dense(param)
                     buffer = buffers[id(param), -1, -1] = _Buffer(None)
                     buffer.members.append(_Member(param, 0, width * param.numel()))
                     continue
@@ -334,13 +374,12 @@ class AdamW(torch.optim.Optimizer):
             for start, stop, how in plan.spans
         ]
         norm = grad_norm(parts, models)
+        if self.max_grad_norm is not None:
+            norm = self.grad_norm = (norm if inverse is None else norm * inverse).float()
         found = (~norm.isfinite()).float()
         self.skipped = found if found_inf is None else torch.maximum(found, self.skipped)
-        if inverse is not None:
-            norm = norm * inverse
         if self.max_grad_norm is None:
             return inverse.float().reshape(1)
-        self.grad_norm = norm.float()
         factor = clip_coefficient(self.grad_norm, self.max_grad_norm)
         return (factor if inverse is None else factor * inverse.float()).reshape(1)
 

@@ -12,12 +12,16 @@ from torch import nn
 
 from zerocore import groups as process_groups
 from zerocore import registry
-from zerocore.optim import AdamW
+from zerocore.optim import AdamW, check_options
 from zerocore.runtime import Sharded
+from zerocore.stepping import SHARD_MARK
 
 # State of torch.optim with one number a parameter. Only asked about where the shapes do not tell,
 # in a state that holds nothing but 0-dim parameters.
 _SCALARS = ("step", "eta", "mu", "mu_product")
+
+
+_NO_OPTIONS = ("params", "param_names", SHARD_MARK)  # of a param group
 
 
 class _Place(NamedTuple):
@@ -88,7 +92,7 @@ def optimizer_state_dict(
     error = None
     try:
         places = _places(model, optimizer, caller)
-    except ValueError as caught:
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
     members = list(itertools.chain.from_iterable(places))
     held = {place.name: dict(optimizer.state.get(place.param, {})) for place in members}
@@ -111,7 +115,7 @@ def optimizer_state_dict(
         if values
     }
     options = [
-        {k: _copied(v) for k, v in group.items() if k not in ("params", "param_names")}
+        {k: _copied(v) for k, v in group.items() if k not in _NO_OPTIONS}
         for group in optimizer.param_groups
     ]
     if isinstance(optimizer, AdamW):  # torch's loading accepts no option that its AdamW lacks
@@ -140,9 +144,16 @@ def _places(model: nn.Module, optimizer: torch.optim.Optimizer, caller: str) -> 
 
 
 def _facts(
-    members: list[_Place], held: Mapping[str, Mapping[Any, Any]], sharded: Sharded
+    members: list[_Place],
+    held: Mapping[str, Mapping[Any, Any]],
+    sharded: Sharded,
+    numbers: bool = False,
 ) -> list[_Fact]:
-    """What this rank holds of the parameters of one sharded model, in an order all ranks share."""
+    """What this rank holds of the parameters of one sharded model, in an order all ranks share.
+
+    Args:
+        numbers: with the values of single numbers; of full state, which all ranks have.
+    """
     facts = []
     for place in members:
         if place.sharded is not sharded:
@@ -150,9 +161,12 @@ def _facts(
         for key, value in sorted(held[place.name].items(), key=lambda item: str(item[0])):
             if isinstance(value, torch.Tensor):
                 fits = value.shape == place.shard_shape()
-                fact = _Fact(place.name, str(key), str(value.dtype), tuple(value.shape), fits)
+                what = str(value.item()) if numbers and value.dim() == 0 else ""
+                what = f"{value.dtype} {what}".strip()
+                fact = _Fact(place.name, str(key), what, tuple(value.shape), fits)
             else:
-                fact = _Fact(place.name, str(key), type(value).__name__, None, False)
+                what = repr(value) if numbers else type(value).__name__
+                fact = _Fact(place.name, str(key), what, None, False)
             facts.append(fact)
     return facts
 
@@ -260,10 +274,18 @@ def load_optimizer_state_dict(
         _check_format(caller, state_dict)
         options = _matched_groups(caller, places, state_dict["param_groups"])
         state = _checked_state(caller, places, state_dict["state"])
-    except ValueError as caught:
+        if isinstance(optimizer, AdamW):
+            _check_adamw(caller, places, options, state)
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
     members = [place for group in places for place in group if place.name in state]
-    facts = [_facts(members, state, sharded) for sharded in models]
+    chosen = [
+        _Fact(f"param group {i}", str(key), repr(value), None, False)
+        for i, group in enumerate(options)
+        for key, value in sorted(group.items(), key=lambda item: str(item[0]))
+        if key not in _NO_OPTIONS
+    ]
+    facts = [chosen + _facts(members, state, sharded, numbers=True) for sharded in models]
     for everyone in process_groups.exchange(caller, [s.groups for s in models], error, facts):
         _check_same(caller, everyone)
     for sharded in models:
@@ -272,13 +294,23 @@ def load_optimizer_state_dict(
 
 
 def _check_format(caller: str, state_dict: Mapping[str, Any]) -> None:
-    parts = [state_dict.get(k) for k in ("state", "param_groups")] if state_dict else [None, None]
+    expected = f"{caller}: expected what zerocore.optimizer_state_dict gives"
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(f"{expected}, got {type(state_dict).__name__}")
+    parts = [state_dict.get(key) for key in ("state", "param_groups")]
     if not isinstance(parts[0], Mapping) or not isinstance(parts[1], list):
         raise ValueError(
-            f"{caller}: expected a dict with 'state' and 'param_groups', as "
-            f"zerocore.optimizer_state_dict gives it, got {type(state_dict).__name__} with the "
-            f"keys {list(state_dict or [])[:5]}"
+            f"{expected}, a dict with 'state' and 'param_groups', got the keys "
+            f"{list(state_dict)[:5]}"
         )
+    for group in parts[1]:
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list):
+            raise ValueError(f"{expected}, param groups with a list 'params', got {group!r:.80}")
+    for name, values in parts[0].items():
+        if not isinstance(values, Mapping):
+            raise ValueError(
+                f"{expected}, a dict of the state of {name!r}, got {type(values).__name__}"
+            )
     keys = itertools.chain(parts[0], *(group["params"] for group in parts[1]))
     for key in keys:
         if not isinstance(key, str):
@@ -287,6 +319,30 @@ def _check_format(caller: str, state_dict: Mapping[str, Any]) -> None:
                 "optimizer.state_dict(); save with zerocore.optimizer_state_dict, or from a plain "
                 "model with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
             )
+
+
+def _check_adamw(
+    caller: str,
+    places: list[list[_Place]],
+    options: list[Mapping[str, Any]],
+    state: Mapping[str, Mapping[Any, Any]],
+) -> None:
+    """Asks for what zerocore.AdamW finds out at its next step only."""
+    check_options(options)
+    for name, values in state.items():
+        missing = {"step", "exp_avg", "exp_avg_sq"} - values.keys()
+        if missing:
+            raise ValueError(
+                f"{caller}: expected the state of Adam or AdamW, got that of {name!r} without "
+                f"{', '.join(sorted(missing))}"
+            )
+    for place in itertools.chain.from_iterable(places):
+        for key in ("exp_avg", "exp_avg_sq") if place.name in state else ():
+            if state[place.name][key].shape != place.shape:
+                raise ValueError(
+                    f"{caller}: expected {key!r} of {place.name!r} with the full shape "
+                    f"{tuple(place.shape)}, got {tuple(state[place.name][key].shape)}"
+                )
 
 
 def _matched_groups(
@@ -348,6 +404,8 @@ def _local(caller: str, place: _Place, key: Any, value: Any) -> Any:
     """A value of the state as this rank's part of a tensor-parallel parameter has it."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
+    if value.is_meta:
+        raise ValueError(f"{caller}: expected {key!r} of {place.name!r} with data, got a meta one")
     try:
         if place.entry is not None:
             return place.entry.local(value)
@@ -389,7 +447,7 @@ def _replace(
     indices = itertools.count()
     for group, saved in zip(places, options, strict=True):
         # Names that the user gave to the optimizer stay with their parameters.
-        kept = {k: _copied(v) for k, v in saved.items() if k not in ("params", "param_names")}
+        kept = {k: _copied(v) for k, v in saved.items() if k not in _NO_OPTIONS}
         groups.append(kept | {"params": [next(indices) for _ in group]})
     optimizer.load_state_dict({"state": parts, "param_groups": groups})
     # It casts single numbers too to the parameter's dtype, in which they may lose bits; the step

@@ -36,6 +36,9 @@ STAGES = {
 }
 
 
+_FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
 @dataclass(frozen=True)
 class MixedPrecision:
     """Computation in a narrow dtype over a master copy of the trainable parameters.
@@ -60,7 +63,7 @@ class MixedPrecision:
             kept in `param` itself.
 
     Raises:
-        ValueError: if a dtype is not a floating one.
+        ValueError: if a dtype is not bfloat16, float16, float32 or float64.
     """
 
     param: torch.dtype = torch.bfloat16
@@ -76,8 +79,8 @@ class MixedPrecision:
             optional = field.name not in ("param", "accumulate")
             if dtype is None and optional:
                 continue
-            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            if dtype not in _FLOATING:
                 raise ValueError(
-                    f"MixedPrecision({field.name}=...): expected a floating torch dtype"
-                    f"{' or None' if optional else ''}, got {dtype!r}"
+                    f"MixedPrecision({field.name}=...): expected torch.bfloat16, float16, float32 "
+                    f"or float64{' or None' if optional else ''}, got {dtype!r}"
                 )

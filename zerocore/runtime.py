@@ -113,8 +113,10 @@ class Sharded:
         options: as given to `zerocore.shard`.
         units, elements: name and number of elements of each unit; unit 0 is the root.
         flats: the parameters of each flat buffer of each unit.
+        trainable: whether those of each were, when they were sharded.
         buffers: what `MixedPrecision.buffer` does, for the modules that this call owns.
         state_stays: the full tensors of state_dict() are for this rank too.
+        outer: the model that was sharded around this one, if any.
         shows_average: a `zerocore.EMA` has put averages in the place of the parameters.
         tensor_parallel_groups: the different `TensorParallel.groups` of the parameters, in the same
             order on all ranks.
@@ -133,7 +135,9 @@ class Sharded:
         self.units = [plan.name for plan in plans]
         self.elements = [sum(p.numel() for _, p in plan.params) for plan in plans]
         self.flats: list[list[list[nn.Parameter]]] = []
+        self.trainable: list[list[bool]] = []
         self.shows_average = False
+        self.outer: weakref.ref[Sharded] | None = None
         self.state_stays = True
         self.tensor_parallel_groups = list(
             dict.fromkeys(how.groups for how in tensor_parallel.values())
@@ -163,6 +167,10 @@ class Sharded:
         for plan in plans:
             self._add_unit(plan, tensor_parallel)
         self.core.seal()
+        for nested in registry.sharded_models(model):
+            if nested.outer is None:
+                nested.outer = weakref.ref(self)
+                self.core.add_nested(nested.core)
         self._hook_root(model)
         for unit, plan in enumerate(plans[1:], start=1):
             for module in plan.modules:
@@ -178,6 +186,7 @@ class Sharded:
         unit = len(self.flats)
         flats = plan.flats()
         self.flats.append([[param for _, param in flat] for flat in flats])
+        self.trainable.append([flat[0][1].requires_grad for flat in flats])
         for f, flat in enumerate(flats):
             for index, (name, param) in enumerate(flat):
                 entry = registry.Entry(

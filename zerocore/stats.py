@@ -53,6 +53,11 @@ class Stats:
         self._sharded = registry.require_sharded(model, "zerocore.stats")
         self._optimizer = optimizer
 
+    def __repr__(self) -> str:
+        facts = ("resident", "windows", "collectives", "units")
+        lines = (f"  {name}: {getattr(self, name)}" for name in facts)
+        return "\n".join(["zerocore.Stats, of this rank:", *lines])
+
     @property
     def collectives(self) -> dict[str, Collectives]:
         """Per kind, what this rank handed to process groups since `reset()`.

@@ -30,6 +30,7 @@ _ONE_NUMBER = frozenset(("step", "eta", "mu", "mu_product"))
 
 _Places = dict[Sharded, set[tuple[int, int]]]
 _warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_marking: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _installed = False
 
 
@@ -71,17 +72,19 @@ def _before(
     """Checks what the step will work on; torch steps with the arguments that are returned."""
     plan = _plan_of(optimizer)
     places = plan.places()
+    _check_marks(optimizer, places)
     if not plan.checked:
         for sharded in places:
             _check(optimizer, sharded)
         plan.checked = True
-    _prepare(optimizer, places)
+        _mark_state_dicts(optimizer)
     if not places:
         return None
     if callable(kwargs.get("closure")):
         return args, kwargs | {"closure": _checked_closure(kwargs["closure"], optimizer, places)}
     if len(args) > 1 and callable(args[1]):
         return (args[0], _checked_closure(args[1], optimizer, places), *args[2:]), kwargs
+    _prepare(optimizer, places)
     return None
 
 
@@ -149,6 +152,53 @@ def _check_replaced(optimizer: Optimizer, param: torch.Tensor) -> None:
         )
 
 
+# In a param group of optimizer.state_dict(): whose part of the state it is. Nothing in the state of
+# one shard says that it is not another one of the same size.
+SHARD_MARK = "zerocore_shard"
+
+
+def _mark(places: _Places) -> str | None:
+    for sharded in places:
+        shards = len(sharded.groups.ranks.shard)
+        if shards > 1:
+            return f"{sharded.groups.shard_rank} of {shards}"
+    return None
+
+
+def _mark_state_dicts(optimizer: Optimizer) -> None:
+    """From now on, optimizer.state_dict() says whose part it is, and loading is noticed."""
+    if optimizer in _marking:
+        return
+    _marking.add(optimizer)
+
+    def mark(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        own = _mark(_plan_of(optimizer).places())
+        for group in state_dict["param_groups"] if own else ():
+            group[SHARD_MARK] = own
+
+    optimizer.register_state_dict_post_hook(mark)
+    optimizer.register_load_state_dict_post_hook(lambda optimizer: _plans.pop(optimizer, None))
+
+
+def _check_marks(optimizer: Optimizer, places: _Places) -> None:
+    """Refuses what optimizer.state_dict() gave on another rank.
+
+    Raises:
+        RuntimeError: if that was loaded.
+    """
+    own = _mark(places)
+    for group in optimizer.param_groups:
+        if group.get(SHARD_MARK, own) != own:
+            raise RuntimeError(
+                "zerocore: expected this rank's optimizer.state_dict() to be loaded, or state of "
+                f"whole parameters, got that of shard {group[SHARD_MARK]} (this is shard "
+                f"{own or '0 of 1'}); save with zerocore.optimizer_state_dict and load with "
+                "zerocore.load_optimizer_state_dict, which do for all ranks and stages"
+            )
+    for group in optimizer.param_groups:
+        group.pop(SHARD_MARK, None)
+
+
 def _check(optimizer: Optimizer, sharded: Sharded) -> None:
     """Refuses optimizers that cannot work on shards; cuts state that was made before `shard`.
 
@@ -194,7 +244,8 @@ def _cut_state(optimizer: Optimizer, sharded: Sharded) -> None:
                     raise RuntimeError(
                         f"zerocore: expected optimizer state of shards, got {key!r} of "
                         f"{entry.name!r} with the full shape {tuple(value.shape)}; call "
-                        "zerocore.shard before the optimizer's first step"
+                        "zerocore.shard before the optimizer's first step, and load state of whole "
+                        "parameters with zerocore.load_optimizer_state_dict"
                     )
                 own = sharded.core.slice(entry.unit, entry.flat, entry.index, value.detach())
                 dtype = param.dtype if own.is_floating_point() else own.dtype

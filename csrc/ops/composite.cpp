@@ -56,6 +56,7 @@ void step_segment(const at::Tensor& param, at::Tensor grad, const at::Tensor& ex
   const at::Tensor negative_step = bias_correction(h.beta1, step).reciprocal_().mul_(-h.lr);
   const at::Tensor denominator = v.sqrt().div_(root_correction2).add_(h.eps);
   p.add_(at::mul(m, negative_step.to(dtype)).div_(denominator));
+  p = p.to(param.scalar_type());  // what is stored; the copy is made of that
   store(param, p, keep);
   store(exp_avg, m, keep);
   store(exp_avg_sq, v, keep);

@@ -58,14 +58,30 @@ void Runtime::begin_backward() {
   }
 }
 
-void Runtime::before_accumulation() {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+// Models in one another begin together, the outermost first: every rank then ends them in the same
+// order, whichever of them it uses.
+void Runtime::begin_family() {
+  std::unique_lock<std::recursive_mutex> lock(mutex_);
   begin_backward();
+  lock.unlock();
+  for (const auto& nested : nested_) {
+    if (auto model = nested.lock()) model->begin_family();
+  }
+}
+
+void Runtime::before_accumulation() {
+  {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    if (in_backward_ && !backward_task_.expired()) return;
+  }
+  std::shared_ptr<Runtime> outermost = shared_from_this();
+  while (auto outer = outermost->outer_.lock()) outermost = outer;
+  outermost->begin_family();
 }
 
 void Runtime::pre_backward(Call call, GradientEdge edge) {
+  before_accumulation();
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  begin_backward();
   auto& calls = units_[call.unit]->differentiating;
   if (std::find(calls.begin(), calls.end(), call.id) == calls.end()) calls.push_back(call.id);
   // The output of one call is the input of the next: that one's backward is over, and its window
@@ -290,6 +306,7 @@ void Runtime::backward_is_gone() {
   for (auto& unit : units_) {
     for (auto& gradients : unit->gradients) gradients->drop();
   }
+  if (depth_ == 0) show_all(View::shard);
 }
 
 void Runtime::abandon_backward() {

@@ -228,7 +228,8 @@ bool Flat::adopt_replaced() {
     TORCH_CHECK_VALUE(param.sizes() == own.sizes() && param.scalar_type() == own.scalar_type(),
                       "zerocore: the data of '", names_[i], "' was replaced: expected ",
                       own.scalar_type(), " of this rank's shape ", own.sizes(), ", got ",
-                      param.scalar_type(), " of shape ", param.sizes());
+                      param.scalar_type(), " of shape ", param.sizes(),
+                      "; convert a model before zerocore.shard, or use mixed_precision");
     own.copy_(param);
     params_[i].unsafeGetTensorImpl()->shallow_copy_from(own.getIntrusivePtr());
     changed = true;
@@ -302,12 +303,17 @@ bool Flat::start_gather() {
   gather_ = transport_.all_gather(window_, channel_);
   gathered_versions_ = slot_versions_ = versions();
   slot_kept_ = false;
+  fresh_ = true;  // once it is finished, unless the shard changes meanwhile
   return true;
 }
 
 void Flat::finish_gather() {
-  if (gather_) gather_->wait();
-  fresh_ = true;
+  try {
+    if (gather_) gather_->wait();
+  } catch (const std::exception&) {
+    fresh_ = false;
+    throw;
+  }
 }
 
 void Flat::drain() {

@@ -77,7 +77,7 @@ class Flat {
   // will be thrown away.
   bool take_written();
 
-  // Whether the window must be gathered before it is read.
+  // Whether the window must be gathered (again) before it is read.
   bool stale() const;
   void invalidate();
   // An optimizer has changed the shard.

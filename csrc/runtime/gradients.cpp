@@ -292,14 +292,14 @@ bool Gradients::cleared() {
   return false;
 }
 
-bool Gradients::unreduced() const {
+void Gradients::require_reduced() const {
   for (int64_t i = 0; i < flat_.size(); ++i) {
     const Kept shows = slots_[i].shows;
-    if ((shows == Kept::local || shows == Kept::partial) && flat_.param(i).grad().defined()) {
-      return true;
-    }
+    const bool waits = shows == Kept::local || shows == Kept::partial;
+    TORCH_CHECK(!waits || !flat_.param(i).grad().defined(), "zerocore: the gradient of '",
+                flat_.name(i), "' was never reduced over the ranks; expected the last backward ",
+                "before a step or clipping outside of zerocore.no_sync()");
   }
-  return false;
 }
 
 void Gradients::settle() {

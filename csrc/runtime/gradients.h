@@ -59,8 +59,8 @@ class Gradients {
   // Whether gradients were shown, and not seen to be cleared.
   bool shown() const { return finished_; }
 
-  // Whether a gradient waits for a reduction (and was not cleared).
-  bool unreduced() const;
+  // Throws if a gradient waits for a reduction (and was not cleared).
+  void require_reduced() const;
   // The reduced shard, 1-D; undefined before the first reduction.
   const at::Tensor& main() const { return main_; }
   // Moves what is in `p.grad` into the main gradient, as zeros where it is None.

@@ -73,6 +73,11 @@ void Runtime::seal() {
   reductions_ = std::make_unique<ReduceOrder>(units());
 }
 
+void Runtime::add_nested(const std::shared_ptr<Runtime>& nested) {
+  nested_.push_back(nested);
+  nested->outer_ = weak_from_this();
+}
+
 int64_t Runtime::window_bytes(int unit) const {
   int64_t bytes = 0;
   for (const auto& flat : units_[unit]->flats) bytes += flat->window_bytes();
@@ -155,7 +160,36 @@ void Runtime::no_room(int unit) {
 
 // ---- forward ---------------------------------------------------------------------------------
 
+// With resident windows all gathers start at once, called for or not: a rank that leaves a unit out
+// still sends its part. So do those of nested models.
+void Runtime::gather_ahead() {
+  std::unique_lock<std::recursive_mutex> lock(mutex_);
+  if (options_.persistent && !computing() && !in_backward_) {
+    notice_changes();
+    invalidate_stale();
+    scheduler_->start_all();
+  }
+  lock.unlock();
+  for (const auto& nested : nested_) {
+    if (auto model = nested.lock()) model->gather_ahead();
+  }
+}
+
+void Runtime::invalidate_stale() {
+  for (int unit = 0; unit < units(); ++unit) {
+    const auto& flats = units_[unit]->flats;
+    const bool stale =
+        std::any_of(flats.begin(), flats.end(), [](const auto& flat) { return flat->stale(); });
+    if (stale) scheduler_->invalidate(unit);
+  }
+}
+
 void Runtime::begin_forward(bool gradients) {
+  if (!inside_backward()) {
+    for (const auto& nested : nested_) {
+      if (auto model = nested.lock()) model->gather_ahead();
+    }
+  }
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (depth_ > 0) {
     ++depth_;
@@ -175,14 +209,7 @@ void Runtime::begin_forward(bool gradients) {
     }
   }
   depth_ = 1;
-  for (int unit = 0; unit < units(); ++unit) {
-    const auto& flats = units_[unit]->flats;
-    const bool stale =
-        std::any_of(flats.begin(), flats.end(), [](const auto& flat) { return flat->stale(); });
-    if (stale) scheduler_->invalidate(unit);
-  }
-  // With resident windows all gathers start at once, called for or not: a rank that leaves a unit
-  // out still sends its part.
+  invalidate_stale();
   if (options_.persistent) scheduler_->start_all();
   // Nobody reads a unit before its module is called: whether its window is there yet would depend
   // on what happened before. Replicated parameters are always there.
@@ -432,11 +459,7 @@ void Runtime::before_step() {
   for (const auto& unit : units_) {
     TORCH_CHECK(unit->opened == 0, "zerocore: expected optimizer.step() outside of ",
                 "zerocore.gathered(), got unit '", unit->name, "' opened by it");
-    for (const auto& gradients : unit->gradients) {
-      TORCH_CHECK(!gradients->unreduced(), "zerocore: optimizer.step() with gradients of unit '",
-                  unit->name, "' that were never reduced; expected the last backward before a ",
-                  "step outside of zerocore.no_sync()");
-    }
+    for (const auto& gradients : unit->gradients) gradients->require_reduced();
   }
 }
 
@@ -448,8 +471,8 @@ at::Tensor Runtime::main_gradient(int unit, int flat) {
 
 void Runtime::after_step(int unit, int flat) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  this->flat(unit, flat).stepped();
   scheduler_->invalidate(unit);
+  this->flat(unit, flat).stepped();
 }
 
 }  // namespace zerocore

@@ -60,6 +60,9 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   int add_unit(std::string name, std::vector<FlatParams> flats);
   // Ends the construction.
   void seal();
+  // A model that was sharded before this one and is part of it. Ranks may use it differently in a
+  // pass of this one: what is collective in it happens on all of them.
+  void add_nested(const std::shared_ptr<Runtime>& nested);
 
   void begin_forward(bool gradients);
   // failed: an exception is on its way.
@@ -141,6 +144,9 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
     std::vector<int64_t> versions;         // [flat]
   };
 
+  void begin_family();
+  void gather_ahead();
+  void invalidate_stale();
   bool computing() const;
   void close_unit(int unit, bool write);
   void show(int unit, View view);
@@ -187,6 +193,10 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   std::unique_ptr<ReduceOrder> reductions_;
   // Hooks come from the threads of autograd, calls from the user's.
   std::recursive_mutex mutex_;
+  // Models in this one, and the one that this is part of. Nobody waits for another's mutex while
+  // holding its own.
+  std::vector<std::weak_ptr<Runtime>> nested_;
+  std::weak_ptr<Runtime> outer_;
   int next_channel_ = 0;
   int64_t next_call_ = 0;
   int depth_ = 0;  // of nested forwards of the root
