@@ -10,6 +10,7 @@ leaves the residual stream and the gradients in fp32). FSDP2 with the same dtype
 """
 
 import argparse
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,6 +53,7 @@ def main() -> None:
             "distance: mean absolute difference of losses (nats) over the steps"
         )
     agree = [compare(name, data, options) for name in options.dtypes]
+    gc.collect()  # FSDP2 aborts at exit if its objects outlive the process group
     dist.destroy_process_group()
     if not all(agree):
         raise SystemExit(1)
