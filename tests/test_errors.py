@@ -68,7 +68,14 @@ BAD_CALLS = {
     ),
     "precision that is none": (
         lambda m: zerocore.shard(m, 3, mixed_precision=torch.bfloat16),
-        "mixed_precision",
+        "write MixedPrecision(param=torch.bfloat16)",
+    ),
+    "batch norm of two dtypes": (
+        lambda m: zerocore.shard(
+            nn.Sequential(m, nn.BatchNorm1d(2)),
+            mixed_precision=zerocore.MixedPrecision(torch.bfloat16),
+        ),
+        "1 (BatchNorm1d): expected MixedPrecision(buffer=torch.bfloat16)",
     ),
 }
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from zerocore import _C, norm, registry, scaler, stepping, tensor_parallel
 from zerocore import groups as process_groups
@@ -87,6 +88,7 @@ def shard(
             parts = tensor_parallel.parts_of(model, ranks.all)
             tensor_parallel.replace(parts)
         _check_model(model)
+        _check_batch_norm(model, mixed_precision)
         plans = plan_units(model, units, bucket_bytes, taken=_is_taken)
         _check_budget(plans, options, ranks)
     except (ValueError, RuntimeError, TypeError) as caught:
@@ -124,8 +126,12 @@ def _options(
     if not _is_stage(stage):
         raise ValueError(f"stage: expected 0, 1, 2 or 3, got {stage!r}")
     if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision):
+        hint = ""
+        if isinstance(mixed_precision, torch.dtype):
+            hint = f"; write MixedPrecision(param={mixed_precision})"
         raise ValueError(
-            f"mixed_precision: expected a zerocore.MixedPrecision or None, got {mixed_precision!r}"
+            "mixed_precision: expected a zerocore.MixedPrecision or None, got "
+            f"{mixed_precision!r}{hint}"
         )
     lifetimes = STAGES[stage]
     if lifetimes.full_parameters_stay and reshard_after_forward:
@@ -188,6 +194,26 @@ def _check_model(model: nn.Module) -> None:
             raise NotImplementedError(
                 f"{name}: expected a parameter on the CPU, got one on {param.device}; other "
                 "devices are not supported yet"
+            )
+
+
+def _check_batch_norm(model: nn.Module, mixed_precision: MixedPrecision | None) -> None:
+    """Torch's CPU kernels want weights and running statistics of one dtype."""
+    if mixed_precision is None:
+        return
+    own = set(registry.own_modules(model))
+    for name, module in model.named_modules():
+        if module not in own:
+            continue
+        statistics = getattr(module, "running_mean", None)
+        if not isinstance(module, _BatchNorm) or module.weight is None or statistics is None:
+            continue
+        dtype = mixed_precision.buffer or statistics.dtype
+        if module.weight.device.type == "cpu" and dtype != mixed_precision.param:
+            raise ValueError(
+                f"{name} ({type(module).__name__}): expected MixedPrecision(buffer="
+                f"{mixed_precision.param}) beside param={mixed_precision.param} (on the CPU its "
+                f"weights and running statistics need one dtype), got statistics in {dtype}"
             )
 
 
