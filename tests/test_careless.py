@@ -352,3 +352,58 @@ def test_ranks_may_use_a_nested_model_differently(ranks, how):
         for state in ranks(2, routed, stage, True, how):
             for name, value in expected.items():
                 assert torch.equal(state[name], value), (stage, name)
+
+
+class Tail(nn.Module):
+    """A layer, and on some ranks the encoder that another model has too."""
+
+    def __init__(self, encoder):
+        super().__init__()
+        self.inlet = nn.Linear(6, 6)
+        self.encoder = encoder
+
+    def forward(self, x, encode):
+        """The encoder's output is this one's."""
+        x = self.inlet(x)
+        return self.encoder(x) if encode else x
+
+
+def shared_encoder(stage):
+    """State of two models with one sharded encoder in both, which ranks use differently."""
+    torch.manual_seed(0)
+    encoder = zerocore.shard(nn.Linear(6, 6), stage)
+    models = [zerocore.shard(Tail(encoder), stage) for _ in range(2)]
+    opt = torch.optim.SGD([*models[0].parameters(), *models[1].inlet.parameters()], lr=0.1)
+    for number in range(4):
+        opt.zero_grad()
+        x = torch.randn(2, 6, generator=torch.Generator().manual_seed(number))
+        encode = dist.get_rank() == number % 2
+        models[number // 2](x, encode).square().mean().backward()
+        opt.step()
+    return [zerocore.full_state_dict(model) for model in models]
+
+
+def test_one_encoder_in_two_models(ranks):
+    expected = ranks(2, shared_encoder, 0)[0]
+    for stage in (1, 2):
+        for states in ranks(2, shared_encoder, stage):
+            for state, other in zip(states, expected, strict=True):
+                assert all(torch.equal(state[name], other[name]) for name in other)
+
+
+def sharded_twice(stage):
+    """The error of a second call, and the norm with a module that was added and not sharded."""
+    model = zerocore.shard(nn.Sequential(nn.Linear(6, 6)), stage)
+    torch.manual_seed(0)
+    model.append(nn.Linear(6, 6))
+    with pytest.raises(RuntimeError, match=f"got one that is, at stage {stage}"):
+        zerocore.shard(model, stage)
+    model(torch.ones(2, 6)).square().mean().backward()
+    ours = zerocore.clip_grad_norm_(model, float("inf"))
+    return ours.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_module_added_to_a_sharded_model(ranks, stage):
+    for ours, torchs in ranks(2, sharded_twice, stage):
+        assert ours == pytest.approx(torchs, rel=1e-6)

@@ -162,6 +162,12 @@ def _options(
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    before = registry.sharded_as(model)
+    if before is not None:
+        raise RuntimeError(
+            "zerocore.shard: expected a model that is not sharded, got one that is, at stage "
+            f"{before.options.stage}; modules that were added since can be sharded by themselves"
+        )
     params = dict(model.named_parameters())
     if not params:
         raise ValueError(f"model: expected parameters, got {type(model).__name__} without any")

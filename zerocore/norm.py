@@ -20,8 +20,10 @@ Part = tuple[Sharded | None, TensorParallel | None, torch.Tensor]
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scales the gradients so that their global norm is at most `max_norm`.
 
-    As torch.nn.utils.clip_grad_norm_ on the unsharded model. A collective over the shard group, and
-    over the tensor-parallel ranks: an element that several of them hold counts once.
+    As torch.nn.utils.clip_grad_norm_ on the unsharded model, parameters that are not sharded
+    included. A collective over the model's ranks, and over the tensor-parallel ones: an element
+    that several of them hold counts once. (In fp64 the last bits of the norm depend on how the
+    elements are distributed.)
 
     Args:
         norm_type: 2, 1, any other positive power, or `inf` for the largest magnitude.
@@ -43,6 +45,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         sharded.core.before_step()
     params = [(s, p) for s in models for p in s.params() if p.grad is not None]
     parts = [(s, registry.entry_of(p).tensor_parallel, p.grad) for s, p in params]
+    others = [p for p in model.parameters() if registry.entry_of(p) is None]
+    parts += [(None, None, p.grad) for p in others if p.grad is not None]
     norm = grad_norm(parts, models, norm_type).to(_result_dtype(parts))
     grads = [grad for _, _, grad in parts]
     if grads:

@@ -14,7 +14,7 @@ from zerocore import groups as process_groups
 from zerocore import registry
 from zerocore.optim import AdamW, check_options
 from zerocore.runtime import Sharded
-from zerocore.stepping import SHARD_MARK
+from zerocore.stepping import SHARD_MARK, mark_state_dicts
 
 # State of torch.optim with one number a parameter. Only asked about where the shapes do not tell,
 # in a state that holds nothing but 0-dim parameters.
@@ -291,6 +291,7 @@ def load_optimizer_state_dict(
     for sharded in models:
         sharded.core.settle()  # parameters show their shards, in the dtype that state is cast to
     _replace(optimizer, places, options, state)
+    mark_state_dicts(optimizer)
 
 
 def _check_format(caller: str, state_dict: Mapping[str, Any]) -> None:

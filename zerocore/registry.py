@@ -103,6 +103,11 @@ def sharded_models(model: nn.Module) -> list[Sharded]:
     return [_models[module] for module in model.modules() if module in _models]
 
 
+def sharded_as(model: nn.Module) -> Sharded | None:
+    """What `zerocore.shard` made of exactly this module, or None."""
+    return _models.get(model)
+
+
 def all_sharded() -> list[Sharded]:
     """Every sharded model that is alive."""
     return list(_models.values())

@@ -116,7 +116,6 @@ class Sharded:
         trainable: whether those of each were, when they were sharded.
         buffers: what `MixedPrecision.buffer` does, for the modules that this call owns.
         state_stays: the full tensors of state_dict() are for this rank too.
-        outer: the model that was sharded around this one, if any.
         shows_average: a `zerocore.EMA` has put averages in the place of the parameters.
         tensor_parallel_groups: the different `TensorParallel.groups` of the parameters, in the same
             order on all ranks.
@@ -137,7 +136,6 @@ class Sharded:
         self.flats: list[list[list[nn.Parameter]]] = []
         self.trainable: list[list[bool]] = []
         self.shows_average = False
-        self.outer: weakref.ref[Sharded] | None = None
         self.state_stays = True
         self.tensor_parallel_groups = list(
             dict.fromkeys(how.groups for how in tensor_parallel.values())
@@ -168,9 +166,7 @@ class Sharded:
             self._add_unit(plan, tensor_parallel)
         self.core.seal()
         for nested in registry.sharded_models(model):
-            if nested.outer is None:
-                nested.outer = weakref.ref(self)
-                self.core.add_nested(nested.core)
+            self.core.add_nested(nested.core)
         self._hook_root(model)
         for unit, plan in enumerate(plans[1:], start=1):
             for module in plan.modules:

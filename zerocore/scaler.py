@@ -79,6 +79,11 @@ class GradScaler(torch.amp.GradScaler):
                 "got float16; use MixedPrecision(accumulate=torch.float32), or zerocore.AdamW "
                 "without unscale_"
             )
+        if any(p.grad is not None and p.grad.is_complex() for m in models for p in m.params()):
+            raise ValueError(
+                "zerocore.GradScaler.unscale_: expected real gradients, got complex ones, which "
+                "torch cannot unscale; use zerocore.AdamW without unscale_"
+            )
         found = _torchs_unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
         if not models or not found:
             return found

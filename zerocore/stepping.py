@@ -73,13 +73,13 @@ def _before(
     plan = _plan_of(optimizer)
     places = plan.places()
     _check_marks(optimizer, places)
+    if not places:
+        return None
     if not plan.checked:
         for sharded in places:
             _check(optimizer, sharded)
         plan.checked = True
-        _mark_state_dicts(optimizer)
-    if not places:
-        return None
+        mark_state_dicts(optimizer)
     if callable(kwargs.get("closure")):
         return args, kwargs | {"closure": _checked_closure(kwargs["closure"], optimizer, places)}
     if len(args) > 1 and callable(args[1]):
@@ -165,7 +165,7 @@ def _mark(places: _Places) -> str | None:
     return None
 
 
-def _mark_state_dicts(optimizer: Optimizer) -> None:
+def mark_state_dicts(optimizer: Optimizer) -> None:
     """From now on, optimizer.state_dict() says whose part it is, and loading is noticed."""
     if optimizer in _marking:
         return

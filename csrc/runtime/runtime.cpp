@@ -162,8 +162,9 @@ void Runtime::no_room(int unit) {
 
 // With resident windows all gathers start at once, called for or not: a rank that leaves a unit out
 // still sends its part. So do those of nested models.
-void Runtime::gather_ahead() {
+void Runtime::gather_ahead(const std::weak_ptr<Runtime>& outer) {
   std::unique_lock<std::recursive_mutex> lock(mutex_);
+  outer_ = outer;
   if (options_.persistent && !computing() && !in_backward_) {
     notice_changes();
     invalidate_stale();
@@ -171,7 +172,7 @@ void Runtime::gather_ahead() {
   }
   lock.unlock();
   for (const auto& nested : nested_) {
-    if (auto model = nested.lock()) model->gather_ahead();
+    if (auto model = nested.lock()) model->gather_ahead(weak_from_this());
   }
 }
 
@@ -187,7 +188,7 @@ void Runtime::invalidate_stale() {
 void Runtime::begin_forward(bool gradients) {
   if (!inside_backward()) {
     for (const auto& nested : nested_) {
-      if (auto model = nested.lock()) model->gather_ahead();
+      if (auto model = nested.lock()) model->gather_ahead(weak_from_this());
     }
   }
   std::lock_guard<std::recursive_mutex> lock(mutex_);

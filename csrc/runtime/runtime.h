@@ -145,7 +145,7 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   };
 
   void begin_family();
-  void gather_ahead();
+  void gather_ahead(const std::weak_ptr<Runtime>& outer);
   void invalidate_stale();
   bool computing() const;
   void close_unit(int unit, bool write);
@@ -193,8 +193,8 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   std::unique_ptr<ReduceOrder> reductions_;
   // Hooks come from the threads of autograd, calls from the user's.
   std::recursive_mutex mutex_;
-  // Models in this one, and the one that this is part of. Nobody waits for another's mutex while
-  // holding its own.
+  // Models in this one, and the last one to run of those that this is part of. Nobody waits for
+  // another's mutex while holding its own.
   std::vector<std::weak_ptr<Runtime>> nested_;
   std::weak_ptr<Runtime> outer_;
   int next_channel_ = 0;
