@@ -22,6 +22,20 @@ class Job(NamedTuple):
     units: list[str] | None  # names of the modules that are units; None: automatic
 
 
+class Fails(torch.autograd.Function):
+    """The identity, with a backward that raises ArithmeticError."""
+
+    @staticmethod
+    def forward(ctx, x):
+        """Passes x on."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Fails."""
+        raise ArithmeticError("in backward")
+
+
 class Block(nn.Module):
     """A transformer block; `features` [B, T, dim] in and out."""
 

@@ -3,6 +3,7 @@
 import gc
 import types
 
+import models
 import pytest
 import sharded
 import torch
@@ -268,18 +269,6 @@ def test_an_optimizer_may_outlive_its_model(ranks, optimizer):
     assert all(ranks(2, outlived, optimizer))
 
 
-class _Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        """Passes x on."""
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        """Fails."""
-        raise ArithmeticError("in backward")
-
-
 def written_after_failure(stage, precision):
     """Shapes, and the factor on every parameter, after a failed backward and a doubling."""
     policy = zerocore.MixedPrecision(precision, output=torch.float32) if precision else None
@@ -287,7 +276,9 @@ def written_after_failure(stage, precision):
     before = zerocore.full_state_dict(model)
     shapes = [p.shape for p in model.parameters()]
     x = torch.randn(2, 4, 9)
-    handle = model.first.register_forward_hook(lambda m, a, out: (_Fails.apply(out[0]), out[1]))
+    handle = model.first.register_forward_hook(
+        lambda m, a, out: (models.Fails.apply(out[0]), out[1])
+    )
     with pytest.raises(ArithmeticError):
         model(x).sum().backward()
     handle.remove()

@@ -385,24 +385,12 @@ def test_backwards_add_up_until_cleared(ranks, stage):
         torch.testing.assert_close(one[name], means[1][name], rtol=1e-4, atol=1e-6)
 
 
-class _Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        """Passes x on."""
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        """Fails."""
-        raise ArithmeticError("in backward")
-
-
 def cleared_after_failure(stage, where, set_to_none):
     """Gradients of a backward after: one that worked, one that failed, and zero_grad()."""
     model = sharded.shard(JOB, stage)
     backward(model, 0)
     block = model.blocks[{"early": 2, "late": 0}.get(where, 1)]
-    handle = block.register_forward_hook(lambda module, args, out: _Fails.apply(out))
+    handle = block.register_forward_hook(lambda module, args, out: models.Fails.apply(out))
     if where != "nowhere":
         with pytest.raises(ArithmeticError):
             backward(model, 1)

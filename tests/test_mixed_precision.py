@@ -73,12 +73,15 @@ def test_bytes_without_a_master(ranks, stage):
     for found, units in ranks(2, resident, stage, torch.bfloat16, None):
         whole = sum(unit.padded for unit in units.values())
         shard = sum(unit.shard for unit in units.values())
-        assert found[0] == {
+        expected = {
             "parameters": 2 * (shard if stage == 3 else whole),
             "gradients": 2 * shard,
             "master": 0,
             "moments": 4 * shard,
         }
+        assert found[0] == expected
+        if stage < 2:
+            assert found[1] == expected | {"gradients": 2 * whole}
 
 
 # ---- dtypes ----------------------------------------------------------------------------------

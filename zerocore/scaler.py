@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from zerocore import groups, registry
+from zerocore import groups
 from zerocore.optim import AdamW
-from zerocore.runtime import Sharded
+from zerocore.stepping import models_of
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -69,7 +69,7 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        models = _models_of(optimizer)
+        models = models_of(optimizer)
         for sharded in models:
             sharded.core.before_step()
         mixed = [sharded.options.mixed_precision for sharded in models]
@@ -95,17 +95,6 @@ class GradScaler(torch.amp.GradScaler):
         return {found_inf.device: groups.reduce_over_all(anywhere, widest, maximum=True)}
 
 
-def _models_of(optimizer: torch.optim.Optimizer) -> list[Sharded]:
-    """The sharded models whose parameters the optimizer steps."""
-    models: dict[Sharded, None] = {}
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            entry = registry.entry_of(param)
-            if entry is not None and (sharded := entry.sharded()) is not None:
-                models[sharded] = None
-    return list(models)
-
-
 _torchs_unscale = torch.amp.GradScaler._unscale_grads_
 
 
@@ -118,7 +107,7 @@ def install() -> None:
 def _refuse_shards(
     self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any
 ) -> dict[torch.device, torch.Tensor]:
-    if any(len(sharded.groups.ranks.shard) > 1 for sharded in _models_of(optimizer)):
+    if any(len(sharded.groups.ranks.shard) > 1 for sharded in models_of(optimizer)):
         raise RuntimeError(
             "torch.amp.GradScaler: expected whole gradients, got shards, about whose overflow the "
             "ranks would disagree; use zerocore.GradScaler"

@@ -126,6 +126,11 @@ def _after(optimizer: Optimizer, args: object, kwargs: object) -> None:
             sharded.core.after_step(unit, flat)
 
 
+def models_of(optimizer: Optimizer) -> list[Sharded]:
+    """The sharded models whose parameters the optimizer steps, in the order of the parameters."""
+    return list(_plan_of(optimizer).places())
+
+
 def _plan_of(optimizer: Optimizer) -> _Plan:
     fingerprint = registry.fingerprint(optimizer)
     plan = _plans.get(optimizer)

@@ -98,13 +98,11 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   at::Tensor main_gradient(int unit, int flat);
 
   int units() const { return static_cast<int>(units_.size()); }
-  int flats(int unit) const { return static_cast<int>(units_.at(unit)->flats.size()); }
   const std::string& unit_name(int unit) const { return units_.at(unit)->name; }
   Flat& flat(int unit, int index) { return *units_.at(unit)->flats.at(index); }
   Gradients& gradients(int unit, int index) { return *units_.at(unit)->gradients.at(index); }
   Log& log() { return *log_; }
   Pool& windows() { return windows_->pool(); }
-  Pool& buffers() { return buffers_->pool(); }
 
   // Windows, for the scheduler.
   bool start(int unit) override;
