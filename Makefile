@@ -85,7 +85,6 @@ distclean: clean ## remove .venv too
 
 .venv/installed: .venv/requirements
 	$(BIN)/pip install $(REQUIREMENTS)
-	rm -rf build/temp # compiled against another torch, perhaps
 	@touch $@
 
 .venv/built: .venv/installed setup.py pyproject.toml $(filter csrc/%,$(CPP))

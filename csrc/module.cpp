@@ -26,11 +26,13 @@ using Dtype = std::optional<at::ScalarType>;
 
 std::shared_ptr<Runtime> make_runtime(
     const std::string& shard_group, const std::string& replicate_group,
+    const std::string& reduce_shard_group, const std::string& reduce_replicate_group,
     const std::string& control_group, int shard_channel, int replicate_channel, at::Device device,
     bool persistent, bool reshard_after_forward, int prefetch, int64_t max_window_bytes,
     Dtype compute_dtype, Dtype reduce_dtype, Dtype accumulate_dtype, Dtype master_dtype) {
   RuntimeOptions options;
-  options.groups = {shard_group, replicate_group, control_group, shard_channel, replicate_channel};
+  options.groups = {shard_group,   replicate_group, reduce_shard_group, reduce_replicate_group,
+                    control_group, shard_channel,   replicate_channel};
   options.device = device;
   options.persistent = persistent;
   options.reshard_after_forward = reshard_after_forward;
@@ -76,7 +78,8 @@ void bind_runtime(py::module_& m) {
       .value("none", Sync::none);
   py::class_<Runtime, std::shared_ptr<Runtime>>(m, "Runtime")
       .def(py::init(&make_runtime), py::kw_only(), py::arg("shard_group"),
-           py::arg("replicate_group"), py::arg("control_group"), py::arg("shard_channel"),
+           py::arg("replicate_group"), py::arg("reduce_shard_group"),
+           py::arg("reduce_replicate_group"), py::arg("control_group"), py::arg("shard_channel"),
            py::arg("replicate_channel"), py::arg("device"), py::arg("persistent"),
            py::arg("reshard_after_forward"), py::arg("prefetch"), py::arg("max_window_bytes"),
            py::arg("compute_dtype"), py::arg("reduce_dtype"), py::arg("accumulate_dtype"),
@@ -163,6 +166,20 @@ void bind_runtime(py::module_& m) {
       });
 }
 
+// For the tests that show each wait between streams to be needed.
+void bind_waits(py::module_& m) {
+  py::dict waits;
+  for (int i = 0; i < static_cast<int>(Wait::count); ++i) {
+    waits[wait_name(static_cast<Wait>(i))] = i;
+  }
+  m.attr("WAITS") = waits;
+  m.def("leave_out_wait", [](int wait, bool out) {
+    TORCH_CHECK_VALUE(wait >= 0 && wait < static_cast<int>(Wait::count), "wait: expected one of ",
+                      "zerocore._C.WAITS, got ", wait);
+    Streams::leave_out(static_cast<Wait>(wait), out);
+  });
+}
+
 }  // namespace
 }  // namespace zerocore
 
@@ -179,4 +196,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "Elements of the flat buffer of parameters with these sizes, and of each rank's shard.");
   zerocore::ops::bind_kernels(m);
   zerocore::bind_runtime(m);
+  zerocore::bind_waits(m);
 }

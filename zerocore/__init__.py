@@ -12,6 +12,7 @@ except ImportError as error:
     ) from error
 
 from zerocore.api import info, ledger, no_sync, shard, stats
+from zerocore.backend import Backend, backend
 from zerocore.ema import EMA
 from zerocore.ledger import Ledger
 from zerocore.norm import clip_grad_norm_
@@ -25,10 +26,12 @@ from zerocore.stats import Stats
 __all__ = [
     "EMA",
     "AdamW",
+    "Backend",
     "GradScaler",
     "Ledger",
     "MixedPrecision",
     "Stats",
+    "backend",
     "clip_grad_norm_",
     "full_state_dict",
     "gathered",

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from zerocore import _C, norm, registry, scaler, stepping, tensor_parallel
 from zerocore import groups as process_groups
+from zerocore.backend import Backend, choose
 from zerocore.ledger import Ledger
 from zerocore.policy import STAGES, MixedPrecision
 from zerocore.runtime import Options, Sharded
@@ -47,6 +48,10 @@ def shard(
     that owns it, and in state dicts, it is a DTensor as before. `mesh` must not contain the ranks
     that share it.
 
+    The model trains on the device of its parameters. Parameters on the CPU, buffers and the inputs
+    of its forward are moved, unit by unit, to the accelerator that `zerocore.backend()` chooses, or
+    to a mesh's device type.
+
     A collective over the ranks of `mesh`.
 
     Args:
@@ -67,10 +72,11 @@ def shard(
     Raises:
         RuntimeError: if there is no process group, or the model was sharded before.
         ValueError: for an option out of range, units that match nothing, a model without
-            parameters, a budget smaller than what the model needs at once, DTensors over ranks of
-            `mesh`, or ranks that disagree.
-        NotImplementedError: for parameters that are not supported yet (other devices, DTensors with
-            other placements than Shard and Replicate).
+            parameters, parameters on several devices or on another than the rank's current one, a
+            budget smaller than what the model needs at once, DTensors over ranks of `mesh`, or
+            ranks that disagree.
+        NotImplementedError: for parameters that are not supported yet (DTensors with other
+            placements than Shard and Replicate).
     """
     error = process_groups.check_mesh(mesh)
     sharded_state = _is_stage(stage) and STAGES[stage].sharded
@@ -79,7 +85,7 @@ def shard(
     control = process_groups.make_control(ranks)
     plans: list[UnitPlan] = []
     parts: list[tensor_parallel.Part] = []
-    options = None
+    options = place = None
     try:
         options = _options(
             stage, mixed_precision, reshard_after_forward, prefetch, bucket_bytes, max_window_bytes
@@ -88,22 +94,24 @@ def shard(
             parts = tensor_parallel.parts_of(model, ranks.all)
             tensor_parallel.replace(parts)
         _check_model(model)
+        place = _place(model, mesh)
         _check_batch_norm(model, mixed_precision)
         plans = plan_units(model, units, bucket_bytes, taken=_is_taken)
         _check_budget(plans, options, ranks)
     except (ValueError, RuntimeError, TypeError) as caught:
         error = error or caught
-    facts = _facts(model, options, plans) + tensor_parallel.facts(parts)
+    facts = _facts(model, place, options, plans) + tensor_parallel.facts(parts)
     try:
         process_groups.agree(control, ranks, error, facts)
     except BaseException:
         tensor_parallel.restore(parts)
         raise
-    groups = process_groups.make_groups(ranks, control)
+    groups = process_groups.make_groups(ranks, control, place.name)
     tensor_parallel.hook(parts)  # before the hooks of units
     with torch.no_grad():
+        _move_buffers(model, place.device)
         process_groups.broadcast_from_first(_own_buffers(model), groups)
-        sharded = Sharded(model, plans, groups, options, _forget_originals(parts))
+        sharded = Sharded(model, plans, groups, place.device, options, _forget_originals(parts))
     StateHooks(model, sharded)
     stepping.install()
     norm.install()
@@ -177,7 +185,7 @@ def _check_model(model: nn.Module) -> None:
     for name, param in params.items():
         if _is_taken(param):
             continue
-        has_memory = param.numel() > 0 and param.device.type == "cpu"
+        has_memory = param.numel() > 0 and param.device.type != "meta"
         other = memory.setdefault(param.data_ptr(), name) if has_memory else name
         if other != name:
             raise ValueError(
@@ -196,11 +204,36 @@ def _check_model(model: nn.Module) -> None:
                 f"{name}: expected a parameter without a gradient, got one, of another shape than "
                 "the shard; call zero_grad() before zerocore.shard"
             )
-        if param.device.type != "cpu":
+        if param.device.type == "meta":
             raise NotImplementedError(
-                f"{name}: expected a parameter on the CPU, got one on {param.device}; other "
-                "devices are not supported yet"
+                f"{name}: expected a parameter with memory, got one on the meta device, which is "
+                "not supported yet"
             )
+
+
+def _place(model: nn.Module, mesh: DeviceMesh | None) -> Backend:
+    """Where the model will train."""
+    params = [param for param in model.parameters() if not _is_taken(param)]
+    mesh_type = mesh.device_type if mesh is not None else None
+    place = choose((param.device for param in params), mesh_type)
+    example = torch.empty(0, device=place.device)
+    if not all(torch._has_compatible_shallow_copy_type(param, example) for param in params):
+        raise ValueError(
+            f"model: expected parameters on {place.device} (chosen because {place.reason}), got "
+            f"them on {params[0].device}, from where torch cannot move them and keep them the same "
+            f"objects; call model.to({str(place.device)!r}) first"
+        )
+    return place
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    moved: dict[torch.Tensor, torch.Tensor] = {}  # shared ones stay shared
+    for module in registry.own_modules(model):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                if buffer not in moved:
+                    moved[buffer] = buffer.to(device)
+                module._buffers[name] = moved[buffer]
 
 
 def _check_batch_norm(model: nn.Module, mixed_precision: MixedPrecision | None) -> None:
@@ -252,10 +285,11 @@ def _check_budget(plans: list[UnitPlan], options: Options, ranks: process_groups
 
 
 def _facts(
-    model: nn.Module, options: Options | None, plans: list[UnitPlan]
+    model: nn.Module, place: Backend | None, options: Options | None, plans: list[UnitPlan]
 ) -> list[tuple[str, object]]:
     """What has to be the same on every rank."""
-    facts: list[tuple[str, object]] = [("options", options)]
+    kind = (place.device.type, place.name) if place else None
+    facts: list[tuple[str, object]] = [("device and backend", kind), ("options", options)]
     for plan in plans:
         facts.append((f"unit {plan.name!r} of", [name for name, _ in plan.params]))
         for name, param in plan.params:

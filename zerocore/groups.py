@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,14 +32,33 @@ class Ranks:
     replicate: tuple[int, ...]
 
 
+class Claim:
+    """Makes the groups of one number a model's own, for as long as it lives."""
+
+
 @dataclass(frozen=True)
 class Groups:
-    """Process groups of a model; None stands for a group of one rank."""
+    """Process groups of a model; None stands for a group of one rank.
+
+    Attributes:
+        shard, replicate: carry parameters, and numbers about gradients.
+        reduce_shard, reduce_replicate: the same ranks; carry gradients. NCCL and HCCL match
+            collectives by their order in a group, and that of reductions among gathers, and among
+            the reductions of other models, is not the same on all ranks. (gloo matches them by
+            numbers: there the groups are the same.)
+        control: gloo, for agreements on the host.
+        backend: the communication backend of all but `control`.
+        claim: on the two groups for gradients.
+    """
 
     ranks: Ranks
     shard: dist.ProcessGroup | None
     replicate: dist.ProcessGroup | None
+    reduce_shard: dist.ProcessGroup | None
+    reduce_replicate: dist.ProcessGroup | None
     control: dist.ProcessGroup | None
+    backend: str
+    claim: Claim | None
 
     @property
     def first(self) -> bool:
@@ -49,6 +69,14 @@ class Groups:
     def shard_rank(self) -> int:
         """Which of the shards this rank has."""
         return sorted(self.ranks.shard).index(dist.get_rank())
+
+
+def default_backends() -> dict[str, str] | None:
+    """Backend of the default process group by type of device; None if there is no such group."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    pairs = dist.get_backend_config().split(",")  # "cpu:gloo,cuda:nccl"
+    return dict(pair.split(":") for pair in pairs)
 
 
 def check_mesh(mesh: DeviceMesh | None) -> Exception | None:
@@ -99,7 +127,8 @@ def resolve_ranks(mesh: DeviceMesh | None, sharded: bool) -> Ranks:
 
 def _timeout() -> timedelta:
     """The default group's timeout: new groups do not inherit it by themselves."""
-    options = getattr(dist.group.WORLD._get_backend(torch.device("cpu")), "options", None)
+    world = dist.group.WORLD
+    options = getattr(world._get_backend(world._device_types[0]), "options", None)
     return getattr(options, "_timeout", c10d.default_pg_timeout)
 
 
@@ -113,24 +142,35 @@ class _Made:
 
     def __init__(self) -> None:
         self.world: object = None
-        self.groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-        self.counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self.groups: dict[tuple[str, str, tuple[int, ...]], dist.ProcessGroup] = {}
+        self.counts: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
         self.channels: Counter[tuple[int, ...]] = Counter()
+        self.claims: dict[tuple[int, ...], weakref.WeakValueDictionary[int, Claim]] = {}
 
-    def group(self, purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def group(
+        self, purpose: str, ranks: tuple[int, ...], backend: str = "gloo"
+    ) -> dist.ProcessGroup | None:
         """The group of these ranks; None stands for a group of one."""
         if len(ranks) == 1:
             return None
         if self.world is not dist.group.WORLD:
             self.__init__()
             self.world = dist.group.WORLD
-        ranks = tuple(sorted(ranks))
-        group = self.groups.get((purpose, ranks))
+        key = (purpose, backend, tuple(sorted(ranks)))
+        group = self.groups.get(key)
         if group is None or group not in c10d._world.pg_map:  # perhaps destroyed by the user
-            self.counts[purpose, ranks] += 1
-            group = _new_group(purpose, ranks, self.counts[purpose, ranks])
-            self.groups[purpose, ranks] = group
+            self.counts[key] += 1
+            group = self.groups[key] = _new_group(*key, self.counts[key])
         return group
+
+    def claim(self, ranks: tuple[int, ...], control: dist.ProcessGroup) -> tuple[int, Claim]:
+        """The lowest number that no model over these ranks has, on none of them; a collective."""
+        claims = self.claims.setdefault(tuple(sorted(ranks)), weakref.WeakValueDictionary())
+        taken: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(taken, sorted(claims), group=control)
+        number = min(set(range(sum(map(len, taken)) + 1)).difference(*taken))
+        claim = claims[number] = Claim()
+        return number, claim
 
     def reserve(self, ranks: tuple[int, ...], count: int) -> int:
         """The first of `count` consecutive numbers for messages in the group of these ranks."""
@@ -143,8 +183,8 @@ class _Made:
 _made = _Made()
 
 
-def _new_group(purpose: str, ranks: tuple[int, ...], count: int) -> dist.ProcessGroup:
-    """A gloo group that only its members make: a model may live on some of the ranks.
+def _new_group(purpose: str, backend: str, ranks: tuple[int, ...], count: int) -> dist.ProcessGroup:
+    """A group that only its members make: a model may live on some of the ranks.
 
     Not by dist.new_group(use_local_synchronization=True): the name that it gives the group depends
     on how many groups this process is a member of, and ranks that differ in that wait for each
@@ -155,9 +195,9 @@ def _new_group(purpose: str, ranks: tuple[int, ...], count: int) -> dist.Process
         len(ranks),
         ranks.index(dist.get_rank()),
         list(ranks),
-        c10d.Backend.GLOO,
+        c10d.Backend(backend),
         c10d._get_default_store(),
-        group_name=f"zerocore {purpose} {digest} {count}",
+        group_name=f"zerocore {backend} {purpose} {digest} {count}",
         timeout=_timeout(),
         group_desc=f"zerocore {purpose}",
     )
@@ -170,11 +210,16 @@ def make_control(ranks: Ranks) -> dist.ProcessGroup | None:
     return _made.group("control", ranks.all)
 
 
-def make_groups(ranks: Ranks, control: dist.ProcessGroup | None) -> Groups:
+def make_groups(ranks: Ranks, control: dist.ProcessGroup | None, backend: str) -> Groups:
     """The groups that carry parameters and gradients. A collective over `ranks.all`."""
-    shard = _made.group("data", ranks.shard)
-    replicate = _made.group("data", ranks.replicate)
-    return Groups(ranks, shard, replicate, control)
+    shard = _made.group("data", ranks.shard, backend)
+    replicate = _made.group("data", ranks.replicate, backend)
+    if backend == "gloo" or control is None:
+        return Groups(ranks, shard, replicate, shard, replicate, control, backend, None)
+    number, claim = _made.claim(ranks.all, control)
+    reduce_shard = _made.group(f"gradients {number}", ranks.shard, backend)
+    reduce_replicate = _made.group(f"gradients {number}", ranks.replicate, backend)
+    return Groups(ranks, shard, replicate, reduce_shard, reduce_replicate, control, backend, claim)
 
 
 def reserve_channels(ranks: Ranks, count: int) -> tuple[int, int]:
@@ -261,7 +306,7 @@ def broadcast_from_first(tensors: list[torch.Tensor], groups: Groups) -> None:
     for tensor in tensors:
         if tensor.numel() == 0:
             continue
-        buffer = tensor.detach().contiguous()
+        buffer = tensor.detach().cpu().contiguous()
         flat = buffer.reshape(-1).view(torch.uint8)
         dist.broadcast(flat, src=groups.ranks.all[0], group=groups.control)
         if buffer.data_ptr() != tensor.data_ptr():
@@ -270,7 +315,9 @@ def broadcast_from_first(tensors: list[torch.Tensor], groups: Groups) -> None:
 
 def reduce_over_all(value: torch.Tensor, groups: Groups, maximum: bool = False) -> torch.Tensor:
     """As `reduce_over` all ranks of the model."""
-    return reduce_over(value, (groups.control,), maximum)
+    if groups.backend == "gloo":
+        return reduce_over(value, (groups.control,), maximum)
+    return reduce_over(value, (groups.shard, groups.replicate), maximum)
 
 
 def reduce_over(
@@ -284,15 +331,28 @@ def reduce_over(
     for group in groups:
         if group is None:
             continue
-        if not maximum:
-            value = value.clone()
-            dist.all_reduce(value, group=group)
-            continue
-        # gloo's maximum forgets the NaN of any rank but the first: it travels as a flag.
-        pair = torch.stack([value.nan_to_num(0.0, math.inf, -math.inf), value.isnan().to(value)])
-        dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
-        value = torch.where(pair[1] > 0, math.nan, pair[0])
+        if maximum:
+            # gloo's maximum forgets the NaN of any rank but the first: it travels as a flag.
+            finite = value.nan_to_num(0.0, math.inf, -math.inf)
+            pair = torch.stack([finite, value.isnan().to(value)])
+            pair = _all_reduce(pair, dist.ReduceOp.MAX, group)
+            value = torch.where(pair[1] > 0, math.nan, pair[0])
+        else:
+            value = _all_reduce(value, dist.ReduceOp.SUM, group)
     return value
+
+
+def _all_reduce(value: torch.Tensor, op: dist.ReduceOp, group: dist.ProcessGroup) -> torch.Tensor:
+    """HCCL reduces no fp64: there it travels in fp32, as what fp32 holds and what it leaves."""
+    if value.dtype != torch.float64 or value.device.type != "npu":
+        value = value.clone()
+        dist.all_reduce(value, op=op, group=group)
+        return value
+    high = value.float()
+    rest = (value - high).nan_to_num(0.0, 0.0, 0.0).float()
+    parts = torch.stack([high, rest]) if op == dist.ReduceOp.SUM else high.clone()
+    dist.all_reduce(parts, op=op, group=group)
+    return parts.double().sum(0) if op == dist.ReduceOp.SUM else parts.double()
 
 
 def widest(models: Iterable[Groups]) -> Groups:

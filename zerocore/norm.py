@@ -79,7 +79,10 @@ def grad_norm(
     everyone = len(widest.ranks.all) if widest else 1
     # By tensor-parallel ranks, in an order that all ranks share: that of the gradients may differ.
     kinds = [kind for model in models for kind in model.tensor_parallel_groups]
-    sums = {kind: torch.zeros((), dtype=torch.float64) for kind in [(), *kinds]}
+    parts = list(parts)
+    device = models[0].device if models else next((g.device for *_, g in parts), None)
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    sums = dict.fromkeys([(), *kinds], zero)
     for sharded, how, grad in parts:
         if grad.numel() == 0:
             continue

@@ -110,6 +110,7 @@ class Sharded:
     Attributes:
         core: the C++ runtime.
         groups: the process groups.
+        device: that of the parameters.
         options: as given to `zerocore.shard`.
         units, elements: name and number of elements of each unit; unit 0 is the root.
         flats: the parameters of each flat buffer of each unit.
@@ -126,10 +127,12 @@ class Sharded:
         model: nn.Module,
         plans: list[UnitPlan],
         groups: Groups,
+        device: torch.device,
         options: Options,
         tensor_parallel: Mapping[nn.Parameter, TensorParallel],
     ) -> None:
         self.groups = groups
+        self.device = device
         self.options = options
         self.units = [plan.name for plan in plans]
         self.elements = [sum(p.numel() for _, p in plan.params) for plan in plans]
@@ -142,17 +145,20 @@ class Sharded:
         )
         self._warned = False
         mixed = options.mixed_precision
-        devices = {p.device for plan in plans for _, p in plan.params}
         # Two a flat buffer: windows and reductions, and full parameters in their own dtype.
         channels = 2 * sum(len(plan.flats()) for plan in plans)
         shard_channel, replicate_channel = reserve_channels(groups.ranks, channels)
         self.core = _C.Runtime(
             shard_group=groups.shard.group_name if groups.shard else "",
             replicate_group=groups.replicate.group_name if groups.replicate else "",
+            reduce_shard_group=groups.reduce_shard.group_name if groups.reduce_shard else "",
+            reduce_replicate_group=(
+                groups.reduce_replicate.group_name if groups.reduce_replicate else ""
+            ),
             control_group=groups.control.group_name if groups.control else "",
             shard_channel=shard_channel,
             replicate_channel=replicate_channel,
-            device=next(iter(devices)),
+            device=device,
             persistent=options.lifetimes.full_parameters_stay,
             reshard_after_forward=options.reshard_after_forward,
             prefetch=options.prefetch,
@@ -205,10 +211,10 @@ class Sharded:
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             _require_original(module, original(), "the model")
-            self._check_devices(args, kwargs)
+            args, kwargs = self._move((args, kwargs))
             self.buffers.show()
             core.begin_forward(torch.is_grad_enabled())
-            return (cast(args, mixed.param), cast(kwargs, mixed.param)) if mixed else None
+            return (cast(args, mixed.param), cast(kwargs, mixed.param)) if mixed else (args, kwargs)
 
         def after(_: nn.Module, args: Any, output: Any) -> Any:
             if mixed and mixed.output is not None:
@@ -233,19 +239,19 @@ class Sharded:
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, always_call=True)
 
-    def _check_devices(self, args: Any, kwargs: Any) -> None:
-        device = self.flats_device
-        for tensor in tensors_in((args, kwargs)):
-            if tensor.device != device and tensor.dim() > 0:
+    def _move(self, inputs: Any) -> Any:
+        """The model's inputs on its device: those on the CPU are copied there."""
+        device = self.device
+        elsewhere = [t for t in tensors_in(inputs) if t.device != device and t.dim() > 0]
+        for tensor in elsewhere:
+            if tensor.device.type != "cpu":
                 raise RuntimeError(
                     f"zerocore: expected the model's inputs on {device}, where its parameters are, "
                     f"got a tensor on {tensor.device}"
                 )
-
-    @property
-    def flats_device(self) -> torch.device:
-        """The device of the parameters."""
-        return next(self.params()).device
+        if not elsewhere:
+            return inputs
+        return map_tensors(inputs, lambda t: t.to(device, non_blocking=True) if t.dim() else t)
 
     def params(self) -> Iterator[nn.Parameter]:
         """The parameters, in the order of their flat buffers."""

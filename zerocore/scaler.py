@@ -8,6 +8,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from zerocore import groups
+from zerocore.backend import backend
 from zerocore.optim import AdamW
 from zerocore.stepping import models_of
 
@@ -21,7 +22,7 @@ class GradScaler(torch.amp.GradScaler):
     Whether to skip is agreed by one collective over the model's ranks a step.
 
     Args:
-        device: type of the device that the loss is on; None: the CPU.
+        device: type of the device that the loss is on; None: that of `zerocore.backend()`.
         init_scale: the first factor on the loss.
         growth_factor: multiplies the scale after `growth_interval` steps in a row without skip.
         backoff_factor: multiplies the scale after a skipped step.
@@ -38,8 +39,9 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
+        device = device or backend().device.type
         super().__init__(
-            device or "cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:

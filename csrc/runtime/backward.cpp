@@ -28,6 +28,7 @@ void Runtime::begin_backward() {
       [self = shared_from_this(), task] { self->end_backward(); });
   backward_sync_ = sync_;
   phase_ = "backward";
+  shards_ready();
   std::vector<bool> participates;
   for (auto& unit : units_) {
     unit->expected = 0;
@@ -148,10 +149,7 @@ void Runtime::finish_backward_of(int unit) {
 
 void Runtime::take_gradients_of(int unit) {
   Unit& state = *units_[unit];
-  if (backward_sync_ != Sync::none) {
-    state.issued = true;
-    note("launch", "reduce", unit, elements(unit));
-  }
+  if (backward_sync_ != Sync::none) state.issued = true;
   for (size_t f = 0; f < state.flats.size(); ++f) {
     Gradients& gradients = *state.gradients[f];
     bool trainable = false;
@@ -160,6 +158,45 @@ void Runtime::take_gradients_of(int unit) {
       if (gradients.has_local(i)) state.used[f][i] = true;
     }
     if (trainable) gradients.take();
+  }
+  if (backward_sync_ == Sync::none) return;
+  taken_.push_back(unit);
+  taken_bytes_ += bytes(unit);
+  if (taken_bytes_ >= transport_->launch_bytes()) launch_reductions();
+}
+
+// [Note: reductions behind] Where work is enqueued the host is ahead of the device, and a
+// gradient's memory may not be used again before it was packed. So it is held here until the
+// computation has waited for that: for the launch before the last one, which is done by then if the
+// network keeps up, and which bounds the memory if it does not.
+constexpr size_t kLaunchesInFlight = 2;
+
+void Runtime::launch_reductions() {
+  if (taken_.empty()) return;
+  streams_.wait(streams_.reduce(), streams_.here(streams_.current()), Wait::gradients_ready);
+  std::vector<at::Tensor> held;
+  transport_->begin_launch();
+  try {
+    for (int unit : std::exchange(taken_, {})) {
+      for (auto& gradients : units_[unit]->gradients) {
+        for (at::Tensor& tensor : gradients->reduce()) held.push_back(std::move(tensor));
+      }
+      note("launch", "reduce", unit, elements(unit));
+    }
+  } catch (...) {
+    transport_->cancel_launch();
+    throw;
+  }
+  const Mark end = transport_->end_launch();
+  taken_bytes_ = 0;
+  if (!streams_.asynchronous()) return;
+  in_flight_.emplace_back(end, std::move(held));
+  let_go_of_gradients(kLaunchesInFlight);
+}
+
+void Runtime::let_go_of_gradients(size_t left) {
+  for (; in_flight_.size() > left; in_flight_.pop_front()) {
+    streams_.wait(streams_.current(), in_flight_.front().first, Wait::gradients_packed);
   }
 }
 
@@ -170,6 +207,7 @@ void Runtime::end_backward() {
   if (backward_sync_ != Sync::none) {
     const Agreement agreement = agree();
     reduce_rest(agreement);
+    launch_reductions();
     for (int unit = 0; unit < units(); ++unit) {
       Unit& state = *units_[unit];
       if (state.issued) note("wait", "reduce", unit, elements(unit));
@@ -182,6 +220,7 @@ void Runtime::end_backward() {
       }
       if (state.issued) note("done", "reduce", unit, elements(unit));
     }
+    let_go_of_gradients(0);
     if (!order_agreed_) adopt_observed_order();
   } else {
     for (auto& unit : units_) {
@@ -233,7 +272,7 @@ Runtime::Agreement Runtime::agree() {
   }
   if (control_->ranks() == 1) return result;
   const at::Tensor bytes = agreement_bytes(result);
-  control_->max(bytes)->wait();
+  control_->max(bytes);
   const uint8_t* next = bytes.data_ptr<uint8_t>();
   for (int i = 0; i < 8; ++i) {
     if (next[i] + next[i + 8] != 255) report_divergence();
@@ -260,7 +299,9 @@ void Runtime::reduce_rest(const Agreement& agreement) {
   }
   for (int unit : reductions_->flush(wanted)) take_gradients_of(unit);
   for (int unit : reductions_->agreed()) {
-    if (agreement.late[unit]) take_gradients_of(unit);
+    if (!agreement.late[unit]) continue;
+    launch_reductions();  // what was taken before
+    take_gradients_of(unit);
   }
 }
 
@@ -303,6 +344,8 @@ void Runtime::adopt_observed_order() {
 void Runtime::backward_is_gone() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (!in_backward_) return;
+  taken_.clear();
+  taken_bytes_ = 0;
   for (auto& unit : units_) {
     for (auto& gradients : unit->gradients) gradients->drop();
   }
@@ -310,10 +353,13 @@ void Runtime::backward_is_gone() {
 }
 
 void Runtime::abandon_backward() {
+  taken_.clear();
+  taken_bytes_ = 0;
   for (auto& unit : units_) {
     unit->in_backward = false;
     for (auto& gradients : unit->gradients) gradients->abandon();
   }
+  let_go_of_gradients(0);
   scheduler_->release_all();
   show_all(View::shard);
   in_backward_ = false;

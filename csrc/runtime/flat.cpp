@@ -5,6 +5,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/StreamGuard.h>
 
 #include <algorithm>
 #include <numeric>
@@ -17,12 +18,6 @@ std::vector<int64_t> numels(const std::vector<at::Tensor>& params) {
   std::vector<int64_t> sizes;
   for (const at::Tensor& param : params) sizes.push_back(param.numel());
   return sizes;
-}
-
-c10::Storage empty_storage(int64_t bytes, c10::Device device) {
-  return c10::Storage(c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device),
-      /*allocator=*/nullptr, /*resizable=*/false));
 }
 
 // Built directly: views made by operators would share one version counter, so that writing one
@@ -39,6 +34,15 @@ void take_memory_away(const c10::Storage& storage, const std::string& message) {
   c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
   impl->set_data_ptr_noswap(c10::DataPtr(nullptr, impl->device()));
   impl->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+}
+
+// Storage is made with an address that is not null: a device would allocate memory for it else.
+at::Tensor without_memory(c10::Device device, int64_t numel, c10::ScalarType dtype,
+                          const std::string& message) {
+  static char anywhere;
+  const at::Tensor tensor = tensor_over({&anywhere, device}, numel, dtype);
+  take_memory_away(tensor.storage(), message);
+  return tensor;
 }
 
 c10::ScalarType shard_dtype(const at::Tensor& param, const FlatOptions& options,
@@ -79,7 +83,8 @@ Flat::Flat(std::string unit, std::vector<std::string> names, std::vector<at::Ten
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
   for (int64_t i = 0; i < size(); ++i) describe(i);
-  at::Tensor full = at::zeros({layout_.total()}, params_[0].options().requires_grad(std::nullopt));
+  const at::TensorOptions like = params_[0].options().requires_grad(std::nullopt);
+  at::Tensor full = at::zeros({layout_.total()}, like.device(windows_->streams().device()));
   fill(full);
   transport_.broadcast(full);
   if (shard_is_slot_) {
@@ -100,13 +105,14 @@ Flat::~Flat() {
   if (!gather_ && lease_.data == nullptr) return;
   // Graphs may still hold views of the window: its memory goes only with an error in its place, and
   // not before the messages that are under way have come and gone.
-  transport_.retire(std::move(gather_),
-                    [windows = windows_, lease = lease_, storage = c10::Storage(window_.storage()),
-                     message = released_message_] {
-                      if (lease.data == nullptr) return;
-                      take_memory_away(storage, message);
-                      windows->pool().release(lease);
-                    });
+  transport_.retire(
+      std::move(gather_),
+      [windows = windows_, lease = lease_, storage = c10::Storage(window_.storage()),
+       message = released_message_, reader = reader_.value_or(windows_->streams().current())] {
+        if (lease.data == nullptr) return;
+        take_memory_away(storage, message);
+        windows->release(lease, reader);
+      });
 }
 
 void Flat::describe(int64_t i) {
@@ -145,12 +151,7 @@ void Flat::make_window() {
     window_ = at::zeros({layout_.total()}, options);
     return;
   }
-  const at::Tensor prototype = at::empty({0}, options);
-  auto impl = c10::make_intrusive<c10::TensorImpl>(empty_storage(window_bytes(), shard_.device()),
-                                                   prototype.key_set(), prototype.dtype());
-  impl->set_sizes_contiguous({layout_.total()});
-  window_ = at::Tensor(std::move(impl));
-  release_window();
+  window_ = without_memory(shard_.device(), layout_.total(), compute_dtype_, released_message_);
 }
 
 void Flat::make_views() {
@@ -160,15 +161,10 @@ void Flat::make_views() {
     shard_views_.push_back(shard_view(shard_, i));
     if (options_.persistent && layout_.shards() == 1) continue;  // never out of reach
     // As large as the parameter: a view of it may be made, and fails only when it is read.
-    const int64_t bytes =
-        params_[i].numel() * static_cast<int64_t>(c10::elementSize(compute_dtype_));
-    const c10::Storage nothing = empty_storage(bytes, device);
-    take_memory_away(nothing, "zerocore: parameter '" + names_[i] + "' of unit '" + unit_ +
-                                  "' is sharded" + kRemedy);
-    auto guard = c10::make_intrusive<c10::TensorImpl>(c10::Storage(nothing), window_.key_set(),
-                                                      window_.dtype());
-    guard->set_sizes_and_strides(sizes_[i], strides_[i], 0);
-    guards_.push_back(at::Tensor(std::move(guard)));
+    const std::string message =
+        "zerocore: parameter '" + names_[i] + "' of unit '" + unit_ + "' is sharded" + kRemedy;
+    const at::Tensor nothing = without_memory(device, params_[i].numel(), compute_dtype_, message);
+    guards_.push_back(make_view(nothing, 0, sizes_[i], strides_[i]));
   }
 }
 
@@ -290,8 +286,10 @@ void Flat::slot_written() {
 
 bool Flat::start_gather() {
   at::NoGradGuard no_grad;
+  const c10::Stream stream = windows_->streams().gather();
+  const c10::StreamGuard on(stream);
   if (!options_.persistent) {
-    const std::optional<Lease> lease = windows_->pool().try_lease(window_bytes());
+    const std::optional<Lease> lease = windows_->try_lease(window_bytes(), stream);
     if (!lease) return false;
     lease_ = *lease;
     c10::StorageImpl* storage = window_.storage().unsafeGetStorageImpl();
@@ -314,6 +312,7 @@ void Flat::finish_gather() {
     fresh_ = false;
     throw;
   }
+  reader_ = windows_->streams().current();
 }
 
 void Flat::drain() {
@@ -327,8 +326,10 @@ void Flat::release_window() {
   if (options_.persistent) return;
   drain();
   take_memory_away(window_.storage(), released_message_);
-  if (lease_.data != nullptr) windows_->pool().release(lease_);
+  Streams& streams = windows_->streams();
+  if (lease_.data != nullptr) windows_->release(lease_, reader_.value_or(streams.current()));
   lease_ = {};
+  reader_.reset();
   fresh_ = false;
 }
 
@@ -336,7 +337,10 @@ at::Tensor Flat::gather_original() {
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
   if (!shard_is_slot_) return gather(shard_);
-  if (stale()) start_gather();
+  if (stale()) {
+    shards_ready();
+    start_gather();
+  }
   finish_gather();
   return window_;
 }
@@ -345,8 +349,14 @@ at::Tensor Flat::gather(const at::Tensor& part) {
   if (layout_.shards() == 1) return part;
   const at::Tensor full = at::empty({layout_.total()}, part.options());
   own_slot(full).copy_(part);
+  shards_ready();
   transport_.all_gather(full, channel_ + 1)->drain();
   return full;
+}
+
+void Flat::shards_ready() const {
+  Streams& streams = windows_->streams();
+  streams.wait(streams.gather(), streams.here(streams.current()), Wait::shards_written);
 }
 
 void Flat::open_original(const at::Tensor& full) {

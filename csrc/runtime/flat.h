@@ -45,9 +45,9 @@ struct FlatOptions {
 // it steps spares that: slot() and slot_written().
 class Flat {
  public:
-  // params: real parameters of one dtype and device; rank 0's values are broadcast, and their
-  // memory is let go. names: as in error messages. channel: unique among the transport's users, and
-  // the next number is used too.
+  // params: real parameters of one dtype; rank 0's values are broadcast, to the device of the
+  // windows, and their memory is let go. names: as in error messages. channel: unique among the
+  // transport's users, and the next number is used too.
   Flat(std::string unit, std::vector<std::string> names, std::vector<at::Tensor> params,
        const FlatOptions& options, Transport& transport, std::shared_ptr<DevicePool> windows,
        int channel);
@@ -85,7 +85,8 @@ class Flat {
   // Sum of the parameters' version counters: changes when an operator writes to one of them.
   int64_t versions() const;
 
-  // Leases memory (unless persistent) and launches the gather; false if there is no room.
+  // Leases memory (unless persistent) and launches the gather; false if there is no room. What was
+  // written to the shard before has to be ready for Streams::gather().
   bool start_gather();
   void finish_gather();
   void release_window();
@@ -128,6 +129,8 @@ class Flat {
   void make_views();
   void make_window();
   at::Tensor own_slot(const at::Tensor& buffer) const;
+  // Gathers start after what the current stream was given until now.
+  void shards_ready() const;
 
   const std::string unit_;
   const std::vector<std::string> names_;
@@ -152,6 +155,7 @@ class Flat {
   std::vector<at::Tensor> guards_;        // N-D, of nothing
   View view_ = View::original;
   Lease lease_;
+  std::optional<c10::Stream> reader_;  // the stream that uses the window
   std::unique_ptr<Pending> gather_;
   bool fresh_ = false;
   bool written_ = false;

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/StreamGuard.h>
 
 #include <algorithm>
 #include <utility>
@@ -130,7 +131,7 @@ void Gradients::take() {
   if (sync_ == Sync::none) {
     add_locally();
   } else {
-    reduce();
+    take_for_reduction();
   }
 }
 
@@ -154,7 +155,8 @@ void Gradients::add_locally() {
   const ops::OptionalTensors grads = take_fresh();
   const bool first = !any_counts(Kept::local);
   if (first) {
-    local_ = DevicePool::empty(buffers_, flat_.layout().total(), dtypes_.accumulate);
+    local_ = DevicePool::empty(buffers_, flat_.layout().total(), dtypes_.accumulate,
+                               buffers_->streams().current());
     ops::pack_(local_, grads, flat_.layout().offsets());
   }
   for (int64_t i = 0; i < flat_.size(); ++i) {
@@ -170,20 +172,32 @@ void Gradients::add_locally() {
   }
 }
 
-// All that this rank has for the reduction, in a buffer of its own.
-at::Tensor Gradients::pack() {
-  const at::Tensor packed = DevicePool::empty(buffers_, flat_.layout().total(), dtypes_.transport);
-  if (!any_counts(Kept::local)) {
-    ops::pack_(packed, take_fresh(), flat_.layout().offsets(), scale_);
-    return packed;
+// All that this rank has for the reduction.
+void Gradients::take_for_reduction() {
+  TORCH_INTERNAL_ASSERT(!taken_, "gradients taken twice for one reduction");
+  Taken taken;
+  if (any_counts(Kept::local)) {
+    add_locally();
+    taken.tensors.push_back(std::exchange(local_, at::Tensor()));
+    taken.offsets = {0};
+    for (Slot& slot : slots_) slot.local_counts = false;
+  } else {
+    taken.tensors = take_fresh();
+    taken.offsets = flat_.layout().offsets();
   }
-  add_locally();
-  ops::OptionalTensors whole;
-  whole.push_back(local_);
-  ops::pack_(packed, whole, {0}, scale_);
-  local_ = at::Tensor();
-  for (Slot& slot : slots_) slot.local_counts = false;
-  return packed;
+  if (sync_ == Sync::shard) {
+    taken.accumulate = prepare(partial_, Kept::partial);
+  } else {
+    if (partial_.defined()) {
+      for (int64_t i = 0; i < flat_.size(); ++i) {
+        if (!slots_[i].partial_counts) flat_.shard_view(partial_, i).zero_();
+        slots_[i].partial_counts = false;
+      }
+    }
+    taken.accumulate = prepare(main_, Kept::main);
+    taken.partial = std::exchange(partial_, at::Tensor());
+  }
+  taken_ = std::move(taken);
 }
 
 // Makes `sum` ready for what this backward adds; whether there is anything to add to.
@@ -197,23 +211,29 @@ bool Gradients::prepare(at::Tensor& sum, Kept kept) {
   return true;
 }
 
-void Gradients::reduce() {
-  const at::Tensor packed = pack();
+std::vector<at::Tensor> Gradients::reduce() {
+  at::NoGradGuard no_grad;
+  std::vector<at::Tensor> held;
+  if (!taken_) return held;
+  const Taken taken = *std::exchange(taken_, std::nullopt);
+  const c10::Stream stream = buffers_->streams().reduce();
+  const c10::StreamGuard on(stream);
+  const at::Tensor packed =
+      DevicePool::empty(buffers_, flat_.layout().total(), dtypes_.transport, stream);
+  ops::pack_(packed, taken.tensors, taken.offsets, scale_);
   Transport& transport = flat_.transport();
   if (sync_ == Sync::shard) {
-    const bool accumulate = prepare(partial_, Kept::partial);
-    pending_.push_back(transport.reduce_scatter(packed, partial_, accumulate, flat_.channel()));
-    return;
+    pending_.push_back(
+        transport.reduce_scatter(packed, partial_, taken.accumulate, flat_.channel()));
+  } else {
+    pending_.push_back(
+        transport.reduce(packed, taken.partial, main_, taken.accumulate, flat_.channel()));
   }
-  if (partial_.defined()) {
-    for (int64_t i = 0; i < flat_.size(); ++i) {
-      if (!slots_[i].partial_counts) flat_.shard_view(partial_, i).zero_();
-      slots_[i].partial_counts = false;
-    }
+  for (size_t i = 0; i < taken.tensors.size(); ++i) {
+    if (taken.tensors.get(i).has_value()) held.push_back(*taken.tensors.get(i));
   }
-  const bool accumulate = prepare(main_, Kept::main);
-  pending_.push_back(transport.reduce(packed, std::exchange(partial_, at::Tensor()), main_,
-                                      accumulate, flat_.channel()));
+  if (taken.partial.defined()) held.push_back(taken.partial);
+  return held;
 }
 
 // ---- the end of a backward -------------------------------------------------------------------
@@ -254,6 +274,7 @@ void Gradients::show(int64_t i) {
 
 void Gradients::drop() {
   at::NoGradGuard no_grad;
+  taken_.reset();
   for (int64_t i = 0; i < flat_.size(); ++i) {
     flat_.param(i).mutable_grad() = at::Tensor();
     show(i);

@@ -5,6 +5,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "ops/ops.h"
@@ -43,9 +44,12 @@ class Gradients {
   void begin(Sync sync);
   // Whether there is anything to reduce for parameter i: of this backward, or kept by earlier ones.
   bool has_local(int64_t i) const;
-  // Takes the gradients out of `p.grad`: adds them up locally or launches their reduction. May be
-  // called again in the same backward: the results add up.
+  // Takes the gradients out of `p.grad`: adds them up locally, or keeps them for reduce().
   void take();
+  // Packs what take() kept and hands it to the transport. Returns the tensors that are packed;
+  // where work is enqueued they have to live until that is done. Both may be called again in the
+  // same backward: the results add up.
+  std::vector<at::Tensor> reduce();
   // Ends a backward: waits for the reductions, and shows gradients. used: by any rank; not asked
   // for with Sync::none.
   void finish(const std::vector<bool>& used);
@@ -93,9 +97,8 @@ class Gradients {
   void make(at::Tensor& sum) const;
   ops::OptionalTensors take_fresh();
   void add_locally();
-  at::Tensor pack();
+  void take_for_reduction();
   bool prepare(at::Tensor& sum, Kept kept);
-  void reduce();
   at::Tensor shown_part(Kept kept, int64_t i) const;
   void show(int64_t i);
 
@@ -106,6 +109,14 @@ class Gradients {
   at::Tensor main_;     // 1-D, of the shard's size
   at::Tensor partial_;  // 1-D, of the shard's size: summed over the shard group
   at::Tensor local_;    // 1-D, of the flat buffer's size: this rank's
+  // What goes into the next reduction, and where it lies in the flat buffer.
+  struct Taken {
+    ops::OptionalTensors tensors;
+    std::vector<int64_t> offsets;
+    at::Tensor partial;
+    bool accumulate = false;
+  };
+  std::optional<Taken> taken_;
   std::vector<Slot> slots_;
   Sync sync_ = Sync::all;  // of this backward
   bool reduced_ = false;   // in this backward

@@ -5,38 +5,54 @@
 #include <c10/core/Allocator.h>
 
 #include <memory>
+#include <optional>
 
 #include "runtime/pool.h"
+#include "runtime/streams.h"
 
 namespace zerocore {
 
-// A pool over the device's own allocator. Shared by everybody who may return a lease.
+// A pool over the device's own allocator, whose blocks belong to one stream: used on that one alone
+// they are never waited for. Shared by everybody who may return a lease.
 class DevicePool {
  public:
-  DevicePool(c10::Device device, int64_t budget)
-      : device_(device), memory_(device.type()), pool_(memory_, budget) {}
+  // home: the stream that blocks are allocated and freed on.
+  DevicePool(Streams& streams, const c10::Stream& home, int64_t budget)
+      : streams_(streams), memory_(streams, home), pool_(memory_, budget) {}
 
   Pool& pool() { return pool_; }
-  c10::Device device() const { return device_; }
+  Streams& streams() { return streams_; }
 
-  // A 1-D uninitialised tensor whose block goes back to the pool when the last reference is gone.
+  // Nothing if the budget does not allow it now. What `user` is given next may use the block.
+  std::optional<Lease> try_lease(int64_t bytes, const c10::Stream& user);
+  // What `user` was given may still use the block.
+  void release(Lease lease, const c10::Stream& user);
+
+  // A 1-D uninitialised tensor for one stream, whose block goes back to the pool when the last
+  // reference is gone.
   static at::Tensor empty(const std::shared_ptr<DevicePool>& self, int64_t numel,
-                          c10::ScalarType dtype);
+                          c10::ScalarType dtype, const c10::Stream& user);
 
  private:
   class AllocatorMemory : public Memory {
    public:
-    explicit AllocatorMemory(c10::DeviceType type) : allocator_(c10::GetAllocator(type)) {}
-    void* allocate(int64_t bytes) override { return allocator_->raw_allocate(bytes); }
-    void deallocate(void* block) override { allocator_->raw_deallocate(block); }
+    AllocatorMemory(Streams& streams, const c10::Stream& home)
+        : streams_(streams), home_(home), allocator_(c10::GetAllocator(streams.device().type())) {}
+    Lease allocate(int64_t bytes) override;
+    void deallocate(const Lease& block) override;
 
    private:
-    c10::Allocator* allocator_;
+    Streams& streams_;
+    const c10::Stream home_;
+    c10::Allocator* const allocator_;
   };
 
-  c10::Device device_;
+  Streams& streams_;
   AllocatorMemory memory_;
   Pool pool_;
 };
+
+// A tensor over memory that `data` owns.
+at::Tensor tensor_over(c10::DataPtr data, int64_t numel, c10::ScalarType dtype);
 
 }  // namespace zerocore

@@ -1,6 +1,7 @@
 #include "runtime/pool.h"
 
 #include <algorithm>
+#include <exception>
 
 namespace zerocore {
 
@@ -20,12 +21,22 @@ std::optional<Lease> Pool::try_lease(int64_t bytes) {
     // Make room before allocating, so the sum of leased and kept blocks stays within its bound.
     const int64_t bound = budget_ > 0 ? budget_ : std::max(high_water_, leased_ + bytes);
     while (!free_.empty() && leased_ + kept_ + bytes > bound) drop_oldest();
-    lease = {memory_.allocate(bytes), bytes};
+    lease = allocate(bytes);
   }
   leased_ += bytes;
   peak_ = std::max(peak_, leased_);
   high_water_ = std::max(high_water_, leased_);
   return lease;
+}
+
+Lease Pool::allocate(int64_t bytes) {
+  try {
+    return memory_.allocate(bytes);
+  } catch (const std::exception&) {
+    if (free_.empty()) throw;
+  }
+  while (!free_.empty()) drop_oldest();
+  return memory_.allocate(bytes);
 }
 
 void Pool::release(const Lease& lease) {
@@ -41,7 +52,7 @@ void Pool::trim() {
 }
 
 void Pool::drop_oldest() {
-  memory_.deallocate(free_.front().data);
+  memory_.deallocate(free_.front());
   kept_ -= free_.front().bytes;
   free_.pop_front();
 }

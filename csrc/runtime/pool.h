@@ -6,25 +6,29 @@
 #include <mutex>
 #include <optional>
 
-namespace zerocore {
+#include "runtime/clock.h"
 
-// Where a pool takes its blocks from.
-class Memory {
- public:
-  virtual ~Memory() = default;
-  virtual void* allocate(int64_t bytes) = 0;
-  virtual void deallocate(void* block) = 0;
-};
+namespace zerocore {
 
 // A block in use. Whoever holds it returns it once, to the pool it came from.
 struct Lease {
   void* data = nullptr;
   int64_t bytes = 0;
+  Point used;  // the last use of the memory: what is enqueued for it next starts after it
+};
+
+// Where a pool takes its blocks from.
+class Memory {
+ public:
+  virtual ~Memory() = default;
+  virtual Lease allocate(int64_t bytes) = 0;
+  virtual void deallocate(const Lease& block) = 0;
 };
 
 // Blocks are kept for the next lease of the same size: windows of equal units repeat, and fresh
 // memory costs more (page faults) than the copy into it. What is leased and what is kept together
-// never exceed the budget, nor the highest amount that was ever leased at once.
+// never exceed the budget, nor the highest amount that was ever leased at once. Where memory is
+// out, the kept blocks make room.
 //
 // Thread-safe.
 class Pool {
@@ -49,6 +53,7 @@ class Pool {
   void reset_peak();
 
  private:
+  Lease allocate(int64_t bytes);
   void drop_oldest();
 
   Memory& memory_;

@@ -14,6 +14,13 @@ namespace {
 
 constexpr int kRoot = 0;
 
+std::unique_ptr<Transport> make_transport(const RuntimeOptions& options,
+                                          const std::shared_ptr<DevicePool>& buffers,
+                                          const std::shared_ptr<Log>& log) {
+  return options.device.is_cpu() ? make_pairwise_transport(options.groups, buffers, log)
+                                 : make_native_transport(options.groups, buffers, log);
+}
+
 bool needs_grad(const std::vector<at::Tensor>& tensors) {
   return c10::GradMode::is_enabled() &&
          std::any_of(tensors.begin(), tensors.end(),
@@ -24,15 +31,13 @@ bool needs_grad(const std::vector<at::Tensor>& tensors) {
 
 Runtime::Runtime(RuntimeOptions options)
     : options_(std::move(options)),
+      streams_(Streams::of(options_.device)),
       log_(std::make_shared<Log>()),
-      windows_(std::make_shared<DevicePool>(options_.device, options_.max_window_bytes)),
-      buffers_(std::make_shared<DevicePool>(options_.device, /*budget=*/0)),
-      transport_(make_pairwise_transport(options_.groups, buffers_, log_)),
-      control_(std::make_unique<Control>(options_.groups.control, log_)) {
-  TORCH_CHECK_NOT_IMPLEMENTED(options_.device.is_cpu(),
-                              "zerocore: expected parameters on the CPU, got ", options_.device,
-                              "; other devices are not supported yet");
-}
+      windows_(
+          std::make_shared<DevicePool>(streams_, streams_.gather(), options_.max_window_bytes)),
+      buffers_(std::make_shared<DevicePool>(streams_, streams_.reduce(), /*budget=*/0)),
+      transport_(make_transport(options_, buffers_, log_)),
+      control_(std::make_unique<Control>(options_.groups.control, log_)) {}
 
 Runtime::~Runtime() = default;
 
@@ -69,7 +74,8 @@ void Runtime::set_sync(Sync sync) {
 }
 
 void Runtime::seal() {
-  scheduler_ = std::make_unique<Scheduler>(*this, units(), options_.prefetch, options_.persistent);
+  scheduler_ = std::make_unique<Scheduler>(*this, units(), options_.prefetch, options_.persistent,
+                                           transport_->launch_bytes());
   reductions_ = std::make_unique<ReduceOrder>(units());
 }
 
@@ -78,7 +84,7 @@ void Runtime::add_nested(const std::shared_ptr<Runtime>& nested) {
   nested->outer_ = weak_from_this();
 }
 
-int64_t Runtime::window_bytes(int unit) const {
+int64_t Runtime::bytes(int unit) const {
   int64_t bytes = 0;
   for (const auto& flat : units_[unit]->flats) bytes += flat->window_bytes();
   return bytes;
@@ -153,7 +159,7 @@ void Runtime::release(int unit) {
 
 void Runtime::no_room(int unit) {
   TORCH_CHECK(false, "max_window_bytes: unit '", unit_name(unit), "' needs a window of ",
-              window_bytes(unit), " bytes, but ", windows_->pool().leased(), " of ",
+              bytes(unit), " bytes, but ", windows_->pool().leased(), " of ",
               options_.max_window_bytes, " are in use; expected a larger budget, smaller units, ",
               "or fewer modules opened at once");
 }
@@ -167,6 +173,7 @@ void Runtime::gather_ahead(const std::weak_ptr<Runtime>& outer) {
   outer_ = outer;
   if (options_.persistent && !computing() && !in_backward_) {
     notice_changes();
+    shards_ready();
     invalidate_stale();
     scheduler_->start_all();
   }
@@ -210,6 +217,7 @@ void Runtime::begin_forward(bool gradients) {
     }
   }
   depth_ = 1;
+  if (!inside_backward()) shards_ready();
   invalidate_stale();
   if (options_.persistent) scheduler_->start_all();
   // Nobody reads a unit before its module is called: whether its window is there yet would depend
@@ -221,6 +229,11 @@ void Runtime::begin_forward(bool gradients) {
     hold_accumulators(unit);
   }
   pre_forward(kRoot, {});
+}
+
+// Gathers see what the current stream was given until now, the last step above all.
+void Runtime::shards_ready() {
+  streams_.wait(streams_.gather(), streams_.here(streams_.current()), Wait::shards_written);
 }
 
 // Gradients that were cleared since they were reduced have been used: by an optimizer that tells,
@@ -341,6 +354,7 @@ void Runtime::open(const std::vector<int>& units) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const bool forward = computing();
   if (!forward) settle();
+  shards_ready();
   for (int index : units) {
     Unit& unit = *units_.at(index);
     if (unit.opened++ > 0) continue;

@@ -4,9 +4,11 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
 
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "runtime/flat.h"
@@ -31,7 +33,7 @@ struct RuntimeOptions {
   std::optional<c10::ScalarType> master_dtype;
 };
 
-// Parameters of one dtype and device that share a flat buffer.
+// Parameters of one dtype that share a flat buffer.
 struct FlatParams {
   std::vector<std::string> names;
   std::vector<at::Tensor> params;
@@ -108,6 +110,10 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   bool start(int unit) override;
   void finish(int unit) override;
   void release(int unit) override;
+  void begin_launch() override { transport_->begin_launch(); }
+  void end_launch() override { transport_->end_launch(); }
+  void cancel_launch() override { transport_->cancel_launch(); }
+  int64_t bytes(int unit) const override;
   [[noreturn]] void no_room(int unit) override;
 
   // For the hooks.
@@ -153,7 +159,7 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   void notice_changes();
   GradientDtypes gradient_dtypes(const Flat& flat) const;
   at::Tensor gather_original(int unit, int flat);
-  int64_t window_bytes(int unit) const;
+  void shards_ready();
   void hook_outputs(Call call, const std::vector<at::Tensor>& outputs);
   void hook_inputs(Call call, const std::vector<at::Tensor>& inputs);
   Call end_call(int unit);
@@ -163,6 +169,8 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   void leave_backward_of(Call call);
   void end_backward();
   void take_gradients_of(int unit);
+  void launch_reductions();
+  void let_go_of_gradients(size_t left);
   void finish_backward_of(int unit);
   // What ranks tell each other at the end of a backward: see [Note: agreement].
   struct Agreement {
@@ -181,6 +189,7 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   int64_t elements(int unit) const;
 
   const RuntimeOptions options_;
+  Streams& streams_;
   std::shared_ptr<Log> log_;
   std::shared_ptr<DevicePool> windows_;
   std::shared_ptr<DevicePool> buffers_;
@@ -203,6 +212,11 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   // Alive as long as the engine's task of the backward under way: one that failed is gone.
   std::weak_ptr<int> backward_task_;
   Sync backward_sync_ = Sync::all;
+  // Units whose gradients were taken and wait for the next launch; bytes of their flat buffers.
+  std::vector<int> taken_;
+  int64_t taken_bytes_ = 0;
+  // Gradients of launches that the computation has not waited for.
+  std::deque<std::pair<Mark, std::vector<at::Tensor>>> in_flight_;
   bool order_agreed_ = false;
   const char* phase_ = "idle";
 };

@@ -8,10 +8,12 @@ namespace {
 constexpr int kRoot = 0;
 }
 
-Scheduler::Scheduler(Windows& windows, int units, int prefetch, bool persistent)
+Scheduler::Scheduler(Windows& windows, int units, int prefetch, bool persistent,
+                     int64_t launch_bytes)
     : windows_(windows),
       prefetch_(prefetch),
       persistent_(persistent),
+      launch_bytes_(launch_bytes),
       states_(units, State::released) {}
 
 void Scheduler::begin_pass(bool gradients) {
@@ -35,7 +37,12 @@ void Scheduler::demand(int unit) {
     close(kept_);
   }
   order().visit(unit);
-  if (states_[unit] == State::released) start_or_throw(unit);
+  if (states_[unit] == State::released) {
+    together([&] {
+      start_or_throw(unit);
+      if (windows_.bytes(unit) < launch_bytes_) prefetch(/*wanted=*/unit);
+    });
+  }
   if (states_[unit] == State::gathering) {
     windows_.finish(unit);
     states_[unit] = State::live;
@@ -45,11 +52,36 @@ void Scheduler::demand(int unit) {
 
 void Scheduler::start_all() {
   std::lock_guard<std::mutex> lock(mutex_);
-  for (size_t unit = 0; unit < states_.size(); ++unit) {
-    if (states_[unit] != State::released) continue;
-    if (!windows_.start(static_cast<int>(unit))) return;
-    states_[unit] = State::gathering;
+  size_t unit = 0;
+  bool room = true;
+  while (room && unit < states_.size()) {
+    together([&] {
+      int64_t bytes = 0;
+      for (; unit < states_.size(); ++unit) {
+        if (states_[unit] != State::released) continue;
+        if (bytes > 0 && bytes + windows_.bytes(static_cast<int>(unit)) > launch_bytes_) return;
+        room = windows_.start(static_cast<int>(unit));
+        if (!room) return;
+        states_[unit] = State::gathering;
+        bytes += std::max<int64_t>(windows_.bytes(static_cast<int>(unit)), 1);
+      }
+    });
   }
+}
+
+template <class Start>
+void Scheduler::together(const Start& start) {
+  windows_.begin_launch();
+  try {
+    start();
+  } catch (...) {
+    windows_.cancel_launch();
+    for (size_t unit = 0; unit < states_.size(); ++unit) {
+      if (states_[unit] == State::gathering) close(static_cast<int>(unit));
+    }
+    throw;
+  }
+  windows_.end_launch();
 }
 
 void Scheduler::keep(int unit) {
@@ -98,6 +130,14 @@ int Scheduler::open() const {
   return count;
 }
 
+int64_t Scheduler::open_bytes() const {
+  int64_t bytes = 0;
+  for (size_t unit = 1; unit < states_.size(); ++unit) {
+    if (states_[unit] != State::released) bytes += windows_.bytes(static_cast<int>(unit));
+  }
+  return bytes;
+}
+
 void Scheduler::start_or_throw(int unit) {
   while (!windows_.start(unit)) {
     // What was opened ahead can be gathered again later; every rank makes the same choice here.
@@ -117,26 +157,49 @@ void Scheduler::close(int unit) {
   windows_.release(unit);
 }
 
-void Scheduler::prefetch() {
-  if (persistent_ || !passing_ || prefetch_ == 0) return;
-  // The root and the units that are open already need no gather.
-  std::vector<int> ahead = order().upcoming(prefetch_ + 1 + open());
-  ahead.erase(
-      std::remove_if(ahead.begin(), ahead.end(),
+// The next units that are not live: `prefetch`, or as many as fit into launch_bytes. The root and
+// the units that are open already need no gather.
+std::vector<int> Scheduler::ahead() const {
+  std::vector<int> units = order().upcoming(launch_bytes_ > 0 ? static_cast<int>(states_.size())
+                                                              : prefetch_ + 1 + open());
+  units.erase(
+      std::remove_if(units.begin(), units.end(),
                      [&](int unit) { return unit == kRoot || states_[unit] == State::live; }),
-      ahead.end());
-  if (static_cast<int>(ahead.size()) > prefetch_) ahead.resize(prefetch_);
+      units.end());
+  size_t count = 0;
+  for (int64_t bytes = 0; count < units.size(); ++count) {
+    bytes += windows_.bytes(units[count]);
+    if (static_cast<int>(count) >= prefetch_ && bytes > launch_bytes_) break;
+  }
+  units.resize(count);
+  return units;
+}
+
+void Scheduler::prefetch(int wanted) {
+  if (persistent_ || !passing_ || prefetch_ == 0) return;
+  const std::vector<int> ahead = this->ahead();
   if (ahead.empty()) return;
   for (size_t unit = 1; unit < states_.size(); ++unit) {
     const bool expected =
         std::find(ahead.begin(), ahead.end(), static_cast<int>(unit)) != ahead.end();
-    if (states_[unit] == State::gathering && !expected) close(static_cast<int>(unit));
+    const bool idle = states_[unit] == State::gathering && static_cast<int>(unit) != wanted;
+    if (idle && !expected) close(static_cast<int>(unit));
   }
-  for (int unit : ahead) {
-    if (states_[unit] != State::released) continue;
-    if (open() > prefetch_ || !windows_.start(unit)) return;
-    states_[unit] = State::gathering;
+  // As long as the next ones are there, others are left to be launched with more.
+  const size_t near = std::min(ahead.size(), static_cast<size_t>(prefetch_));
+  if (std::none_of(ahead.begin(), ahead.begin() + static_cast<int64_t>(near),
+                   [&](int unit) { return states_[unit] == State::released; })) {
+    return;
   }
+  together([&] {
+    for (int unit : ahead) {
+      if (states_[unit] != State::released) continue;
+      const bool fits =
+          open() <= prefetch_ || open_bytes() + windows_.bytes(unit) <= 2 * launch_bytes_;
+      if (!fits || !windows_.start(unit)) return;
+      states_[unit] = State::gathering;
+    }
+  });
 }
 
 }  // namespace zerocore

@@ -18,25 +18,34 @@ class Windows {
   // Returns when the window holds the full parameters.
   virtual void finish(int unit) = 0;
   virtual void release(int unit) = 0;
+  // Gathers that are started in between may be launched together, at the end; or not at all, if
+  // there was an error.
+  virtual void begin_launch() {}
+  virtual void end_launch() {}
+  virtual void cancel_launch() {}
+  // Of the unit's window.
+  virtual int64_t bytes(int unit) const = 0;
   // Throws the error for a unit that does not fit although nothing more can be given back.
   [[noreturn]] virtual void no_room(int unit) = 0;
 };
 
-// Gathers on demand and `prefetch` units ahead in the order of the last pass.
+// Gathers on demand and `prefetch` units ahead in the order of the last pass. Where a launch costs
+// as much as `launch_bytes` of what it moves, smaller units are gathered several at a time: when a
+// unit has to be started, so are those after it, up to that many bytes.
 //
 //   state        meaning                               left by
 //   released     no window (or a stale one)            start
 //   gathering    memory leased, gather in flight       finish
 //   live         the full parameters can be read       release, invalidate
 //
-// At most prefetch + 1 windows beside unit 0's (the root, open for a whole pass) are open when one
-// is opened ahead. With persistent windows (parameters resident in full) releasing does nothing,
-// and a window is gathered again only after invalidate().
+// At most prefetch + 1 windows, or those of 2 * launch_bytes, are open beside unit 0's (the root,
+// open for a whole pass) when one is opened ahead. With persistent windows (parameters resident in
+// full) releasing does nothing, and a window is gathered again only after invalidate().
 //
 // Thread-safe; the calls of Windows happen under the lock.
 class Scheduler {
  public:
-  Scheduler(Windows& windows, int units, int prefetch, bool persistent);
+  Scheduler(Windows& windows, int units, int prefetch, bool persistent, int64_t launch_bytes = 0);
 
   // A pass (forward and, with gradients, backward) begins or ends. The two kinds look ahead in
   // orders of their own: a forward without gradients has no backward to prefetch for.
@@ -66,13 +75,18 @@ class Scheduler {
   GatherOrder& order() { return orders_[gradients_]; }
   const GatherOrder& order() const { return orders_[gradients_]; }
   int open() const;
+  int64_t open_bytes() const;
+  std::vector<int> ahead() const;
   void start_or_throw(int unit);
   void close(int unit);
-  void prefetch();
+  void prefetch(int wanted = -1);
+  template <class Start>
+  void together(const Start& start);
 
   Windows& windows_;
   const int prefetch_;
   const bool persistent_;
+  const int64_t launch_bytes_;
   mutable std::mutex mutex_;
   std::vector<State> states_;
   GatherOrder orders_[2];

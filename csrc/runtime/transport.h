@@ -1,4 +1,5 @@
-// Moves flat buffers between ranks. The only file (with transport.cpp) that calls c10d.
+// Moves flat buffers between ranks. Only this and its implementations (pairwise.cpp, native.cpp,
+// control.cpp) call c10d.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,6 +11,7 @@
 
 #include "runtime/log.h"
 #include "runtime/memory.h"
+#include "runtime/streams.h"
 
 namespace zerocore {
 
@@ -17,9 +19,10 @@ namespace zerocore {
 class Pending {
  public:
   virtual ~Pending() = default;
-  // Returns when the result is there. Throws what went wrong, on the thread that waits.
+  // On return the result is there: for what the current stream is given next, where work is
+  // enqueued. Throws what went wrong, on the thread that waits.
   virtual void wait() = 0;
-  // Returns when, besides, the peers have read what this rank sent: its buffers may change again.
+  // The same, and the peers have read what this rank sent: its buffers may change again.
   virtual void drain() = 0;
 };
 
@@ -30,12 +33,22 @@ class Pending {
 //   reduce_scatter  the first half of it
 //   broadcast    from the first rank of both
 //
-// Every sum is taken in rank order, with fp32 (or wider) accumulation, and rounded once to the
-// buffer's dtype: the bits do not depend on how many of the ranks shard and how many replicate.
-// Calls are made in the same order on all ranks, or with different channels.
+// Calls of each kind are made in the same order on all ranks, or, where there are channels, with
+// different ones. On devices with streams gathers run on Streams::gather() and reductions on
+// Streams::reduce(): what they read has to be ready there.
 class Transport {
  public:
   virtual ~Transport() = default;
+
+  // Bytes of buffers below which a collective costs more for starting than for what it moves:
+  // several are better launched together. 0: it makes no difference.
+  virtual int64_t launch_bytes() const { return 0; }
+  // Gathers or reductions in between, not both, may go out together, with the end at the latest. On
+  // return the mark is their end; empty where the host waits by itself.
+  virtual void begin_launch() {}
+  virtual Mark end_launch() { return {}; }
+  // Instead of the end, where there was an error: what did not go out is forgotten.
+  virtual void cancel_launch() {}
 
   int shards() const { return shards_; }
   int replicas() const { return replicas_; }
@@ -68,17 +81,28 @@ class Transport {
 struct GroupNames {
   std::string shard;
   std::string replicate;
+  // The same ranks, for reductions: their order among the gathers may differ from rank to rank.
+  std::string reduce_shard;
+  std::string reduce_replicate;
   std::string control;
   int shard_channel = 0;
   int replicate_channel = 0;
 };
 
 // Exchanges between pairs of ranks, for gloo: its reduce-scatter is an all-reduce underneath and
-// its all-gather is slow, while point-to-point messages move the least volume and are summed here.
+// its all-gather is slow, while point-to-point messages move the least volume and are summed here:
+// in rank order, with fp32 (or wider) accumulation, rounded once to the buffer's dtype, so that the
+// bits do not depend on how many of the ranks shard and how many replicate.
 // buffers: memory of what is received. The log counts what is handed to the process group.
 std::unique_ptr<Transport> make_pairwise_transport(const GroupNames& groups,
                                                    std::shared_ptr<DevicePool> buffers,
                                                    std::shared_ptr<Log> log);
+
+// The process group's own collectives, for NCCL and HCCL. Sums are taken in the order and with the
+// accumulation that the library chooses.
+std::unique_ptr<Transport> make_native_transport(const GroupNames& groups,
+                                                 std::shared_ptr<DevicePool> buffers,
+                                                 std::shared_ptr<Log> log);
 
 // Small agreements on the host. Nothing happens in a group of one rank.
 class Control {
@@ -88,7 +112,7 @@ class Control {
 
   int ranks() const { return ranks_; }
   // Element-wise maximum over the ranks, in place. bytes: 1-D uint8 on the CPU.
-  std::unique_ptr<Pending> max(const at::Tensor& bytes);
+  void max(const at::Tensor& bytes);
   // The same number of values of every rank, in rank order. values: 1-D int64.
   std::vector<at::Tensor> gather(const at::Tensor& values);
 

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <map>
+#include <new>
 #include <random>
 #include <thread>
 #include <vector>
@@ -20,21 +22,24 @@ class CountedMemory : public Memory {
  public:
   ~CountedMemory() override { CHECK_EQ(blocks_.size(), 0u); }
 
-  void* allocate(int64_t bytes) override {
+  Lease allocate(int64_t bytes) override {
+    if (held_ + bytes > limit) throw std::bad_alloc();
     void* block = std::malloc(static_cast<size_t>(bytes));
     CHECK(block != nullptr);
     blocks_[block] = bytes;
     held_ += bytes;
     most_ = std::max(most_, held_);
     ++allocations_;
-    return block;
+    return {block, bytes, {}};
   }
-  void deallocate(void* block) override {
-    CHECK_EQ(blocks_.count(block), 1u);
-    held_ -= blocks_[block];
-    blocks_.erase(block);
-    std::free(block);
+  void deallocate(const Lease& block) override {
+    CHECK_EQ(blocks_.count(block.data), 1u);
+    held_ -= blocks_[block.data];
+    blocks_.erase(block.data);
+    std::free(block.data);
   }
+
+  int64_t limit = std::numeric_limits<int64_t>::max();
 
   int64_t held() const { return held_; }
   int64_t most() const { return most_; }
@@ -90,6 +95,28 @@ void test_budget() {
   CHECK_EQ(memory.most(), 1000);
 }
 
+void test_kept_blocks_make_room_where_memory_is_out() {
+  CountedMemory memory;
+  memory.limit = 1000;
+  Pool pool(memory, 0);
+  const Lease a = *pool.try_lease(600);
+  const Lease b = *pool.try_lease(400);
+  pool.release(a);
+  // 1,000 bytes were leased at once, so the pool would keep the 600.
+  const Lease c = *pool.try_lease(500);
+  CHECK_EQ(memory.held(), 900);
+  bool failed = false;
+  try {
+    pool.try_lease(200);
+  } catch (const std::bad_alloc&) {
+    failed = true;
+  }
+  CHECK(failed);
+  CHECK_EQ(pool.leased(), 900);
+  pool.release(b);
+  pool.release(c);
+}
+
 // Each thread leases and returns blocks, and finds in them what it wrote.
 void churn(Pool& pool, int seed) {
   std::mt19937 random(static_cast<unsigned>(seed));
@@ -143,6 +170,7 @@ void test_threads(int64_t budget) {
 int main() {
   zerocore::test::test_blocks_are_used_again();
   zerocore::test::test_budget();
+  zerocore::test::test_kept_blocks_make_room_where_memory_is_out();
   zerocore::test::test_threads(0);
   zerocore::test::test_threads(5000);
 }

@@ -19,13 +19,17 @@ class FakeWindows : public Windows {
   enum State { closed, started, open };
 
   FakeWindows(int units, int capacity, bool persistent = false)
-      : states_(static_cast<size_t>(units), closed), capacity_(capacity), persistent_(persistent) {}
+      : states_(static_cast<size_t>(units), closed),
+        out_(static_cast<size_t>(units), false),
+        capacity_(capacity),
+        persistent_(persistent) {}
 
   bool start(int unit) override {
     State& state = states_.at(static_cast<size_t>(unit));
     CHECK(state == closed || (persistent_ && state == open));
     if (state == closed && count() == capacity_) return false;
     state = started;
+    out_.at(static_cast<size_t>(unit)) = launching == 0;
     log += "s" + std::to_string(unit) + " ";
     ++starts;
     int opened = 0;
@@ -33,9 +37,22 @@ class FakeWindows : public Windows {
     most_beside_root = std::max(most_beside_root, opened);
     return true;
   }
+  void begin_launch() override { ++launching; }
+  void end_launch() override {
+    CHECK(launching > 0);
+    if (--launching > 0) return;
+    std::fill(out_.begin(), out_.end(), true);
+    if (starts > launched) {
+      launched = starts;
+      log += "| ";
+      ++launches;
+    }
+  }
+  void cancel_launch() override { launching = 0; }
   void finish(int unit) override {
     State& state = states_.at(static_cast<size_t>(unit));
     CHECK(state == started);
+    CHECK(out_.at(static_cast<size_t>(unit)));
     state = open;
     log += "f" + std::to_string(unit) + " ";
   }
@@ -46,6 +63,7 @@ class FakeWindows : public Windows {
     state = closed;
     log += "r" + std::to_string(unit) + " ";
   }
+  int64_t bytes(int unit) const override { return unit == large ? 100 : 1; }
   void no_room(int unit) override {
     throw std::runtime_error("no room for " + std::to_string(unit));
   }
@@ -55,14 +73,24 @@ class FakeWindows : public Windows {
     return static_cast<int>(states_.size()) -
            static_cast<int>(std::count(states_.begin(), states_.end(), closed));
   }
-  std::string take_log() { return std::exchange(log, ""); }
+  // Without the ends of launches, unless asked for.
+  std::string take_log(bool with_launches = false) {
+    std::string all = std::exchange(log, "");
+    for (size_t at; !with_launches && (at = all.find("| ")) != std::string::npos;) all.erase(at, 2);
+    return all;
+  }
 
   std::string log;
+  int large = -1;  // a unit of 100 bytes; others have 1
+  int launching = 0;
+  int launched = 0;
+  int launches = 0;
   int starts = 0;
   int most_beside_root = 0;
 
  private:
   std::vector<State> states_;
+  std::vector<bool> out_;  // launched
   const int capacity_;
   const bool persistent_;
 };
@@ -239,7 +267,8 @@ void test_random_calls() {
     const bool persistent = random() % 4 == 0;
     const int capacity = persistent ? units : 1 + static_cast<int>(random() % 8);
     FakeWindows windows(units, capacity, persistent);
-    Scheduler scheduler(windows, units, static_cast<int>(random() % 4), persistent);
+    Scheduler scheduler(windows, units, static_cast<int>(random() % 4), persistent,
+                        static_cast<int64_t>(random() % 5));
     for (int call = 0; call < 200; ++call) {
       const int unit = static_cast<int>(random() % static_cast<unsigned>(units));
       switch (random() % 12) {
@@ -284,6 +313,40 @@ void test_random_calls() {
       CHECK(windows.count() <= capacity);
     }
   }
+}
+
+void test_small_units_share_launches() {
+  // Four units of a byte and the root, up to three bytes a launch.
+  FakeWindows windows(5, 100);
+  Scheduler scheduler(windows, 5, 1, false, 3);
+  train_step(scheduler, 5);
+  windows.take_log();
+  train_step(scheduler, 5);
+  // The root and the first three together, since the root has to be waited for anyway. Later ones
+  // only when the next one is missing, and then as many as fit.
+  CHECK_EQ(windows.take_log(true),
+           "s0 s1 s2 s3 | f0 f1 r1 f2 r2 f3 s4 s2 s1 | r3 f4 s3 | r4 f3 r3 f2 r2 f1 r1 r0 ");
+}
+
+void test_large_units_have_launches_of_their_own() {
+  FakeWindows windows(4, 100);
+  windows.large = 2;
+  Scheduler scheduler(windows, 4, 1, false, 3);
+  train_step(scheduler, 4);
+  windows.take_log();
+  train_step(scheduler, 4);
+  // Unit 2 is gathered ahead, though it is larger than a launch, but nothing else beside it.
+  CHECK_EQ(windows.take_log(true),
+           "s0 s1 | f0 f1 s2 | r1 f2 s3 | r2 f3 s2 | r3 f2 s1 | r2 f1 r1 r0 ");
+}
+
+void test_all_start_in_launches_of_a_size() {
+  FakeWindows windows(6, 6, /*persistent=*/true);
+  windows.large = 2;
+  Scheduler scheduler(windows, 6, 1, true, 2);
+  scheduler.begin_pass(true);
+  scheduler.start_all();
+  CHECK_EQ(windows.take_log(true), "s0 s1 | s2 | s3 s4 | s5 | ");
 }
 
 // Threads with units of their own: what one demanded stays live until it releases it.
@@ -331,6 +394,9 @@ int main() {
   test_kept_window_goes_when_another_is_demanded();
   test_persistent_windows_are_gathered_when_out_of_date();
   test_start_all_stops_when_there_is_no_room();
+  test_small_units_share_launches();
+  test_large_units_have_launches_of_their_own();
+  test_all_start_in_launches_of_a_size();
   test_random_calls();
   test_threads();
 }

@@ -1,7 +1,6 @@
-#include "runtime/transport.h"
+// Collectives as exchanges between pairs of ranks, for CPU ranks and gloo.
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty_like.h>
 #include <c10/core/InferenceMode.h>
 
 #include <functional>
@@ -12,6 +11,7 @@
 #include <utility>
 
 #include "ops/ops.h"
+#include "runtime/transport.h"
 #include "runtime/worker.h"
 
 namespace zerocore {
@@ -130,7 +130,8 @@ Scatter scatter(Worker& poster, const GroupPtr& group, int tag, const at::Tensor
   const int rank = group->getRank();
   const int64_t numel = buffer.numel() / size;
   Scatter result;
-  const at::Tensor received = DevicePool::empty(buffers, numel * (size - 1), buffer.scalar_type());
+  const at::Tensor received = DevicePool::empty(buffers, numel * (size - 1), buffer.scalar_type(),
+                                                buffers->streams().current());
   for (int peer = 0; peer < size; ++peer) {
     result.versions.push_back(peer == rank ? slot(buffer, size, rank)
                                            : slot(received, size - 1, peer - (peer > rank)));
@@ -301,48 +302,6 @@ std::unique_ptr<Transport> make_pairwise_transport(const GroupNames& groups,
                                                    std::shared_ptr<DevicePool> buffers,
                                                    std::shared_ptr<Log> log) {
   return std::make_unique<PairwiseTransport>(groups, std::move(buffers), std::move(log));
-}
-
-struct Control::Group {
-  GroupPtr group;
-  Worker worker;  // see [Note: posting]
-
-  std::unique_ptr<Pending> run(std::function<void()> collective) {
-    auto task = std::make_shared<std::packaged_task<void()>>(std::move(collective));
-    auto pending = std::make_unique<FuturePending>(task->get_future());
-    worker.post([task] { (*task)(); });
-    return pending;
-  }
-};
-
-Control::Control(const std::string& group, std::shared_ptr<Log> log)
-    : group_(std::make_unique<Group>()), log_(std::move(log)) {
-  if (group.empty()) return;
-  group_->group = c10d::resolve_process_group(group);
-  ranks_ = group_->group->getSize();
-}
-
-Control::~Control() = default;
-
-std::unique_ptr<Pending> Control::max(const at::Tensor& bytes) {
-  if (ranks_ == 1) return std::make_unique<Done>();
-  log_->count("control", bytes.numel(), bytes.numel());
-  return group_->run([group = group_->group, bytes] {
-    c10d::AllreduceOptions options;
-    options.reduceOp = c10d::ReduceOp::MAX;
-    std::vector<at::Tensor> tensors{bytes};
-    group->allreduce(tensors, options)->wait();
-  });
-}
-
-std::vector<at::Tensor> Control::gather(const at::Tensor& values) {
-  if (ranks_ == 1) return {values};
-  log_->count("control", values.numel(), static_cast<int64_t>(values.nbytes()));
-  std::vector<std::vector<at::Tensor>> results(1);
-  for (int rank = 0; rank < ranks_; ++rank) results[0].push_back(at::empty_like(values));
-  std::vector<at::Tensor> inputs{values};
-  group_->run([&] { group_->group->allgather(results, inputs)->wait(); })->wait();
-  return results[0];
 }
 
 }  // namespace zerocore
