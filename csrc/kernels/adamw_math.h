@@ -3,8 +3,8 @@
 //
 // Every operation is rounded once and written out (fma where it is fused, separate where it is
 // not), in the order of torch.optim.AdamW's single-tensor path, so all implementations give the
-// same bits. Compile with -ffp-contract=off: a compiler that fuses a multiplication and an addition
-// by itself changes them.
+// same bits. Compile with -ffp-contract=off (nvcc: -fmad=false): a compiler that fuses a
+// multiplication and an addition by itself changes them.
 #pragma once
 
 #include <cmath>
@@ -17,6 +17,15 @@
 #endif
 
 namespace zerocore::kernels {
+
+// A product that no compiler may fuse with an addition.
+ZEROCORE_HOST_DEVICE inline double rounded_product(double a, double b) {
+#if defined(__CUDA_ARCH__)
+  return __dmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
 
 // Hyperparameters of one segment.
 struct AdamWHyper {
@@ -44,21 +53,53 @@ struct AdamWCoefficients {
   bool lerp_from_grad;  // lerp starts at the nearer end: exact at both ends
 };
 
+// base^exponent for what a step needs: the same bits on host and device, where the libraries' pow
+// differ in the last one. A whole exponent is taken by squaring, in pairs of f64 (the value and
+// what rounding left of it), so the result is the exact power but for the last rounding.
+ZEROCORE_HOST_DEVICE inline double power(double base, double exponent) {
+  constexpr double kLargest = 4294967296.0;  // of the exponents: no step count comes near it
+  if (!(exponent >= 0.0 && exponent < kLargest && exponent == floor(exponent) && base >= 0.0 &&
+        base <= 1.0)) {
+    return pow(base, exponent);
+  }
+  struct Pair {
+    double high, low;
+    ZEROCORE_HOST_DEVICE Pair times(const Pair& b) const {
+      const double product = rounded_product(high, b.high);
+      double rest = ::fma(high, b.high, -product);
+      rest = ::fma(high, b.low, rest);
+      rest = ::fma(low, b.high, rest);
+      const double sum = product + rest;
+      return Pair{sum, rest - (sum - product)};
+    }
+  };
+  Pair result{1.0, 0.0};
+  Pair square{base, 0.0};
+  for (uint64_t n = static_cast<uint64_t>(exponent); n != 0; n >>= 1) {
+    if (n & 1) {
+      result = result.times(square);
+    }
+    square = square.times(square);
+  }
+  return result.high;
+}
+
 // Of step number `step`, counted from 1.
-inline AdamWCoefficients<float> adamw_coefficients(const AdamWHyper& hyper, double step) {
+ZEROCORE_HOST_DEVICE inline AdamWCoefficients<float> adamw_coefficients(const AdamWHyper& hyper,
+                                                                        double step) {
   AdamWCoefficients<float> out;
-  const double decay = hyper.decoupled ? hyper.lr * hyper.weight_decay : 0.0;
+  const double decay = hyper.decoupled ? rounded_product(hyper.lr, hyper.weight_decay) : 0.0;
   out.param_factor = static_cast<float>(1.0 - decay);
   out.has_l2 = !hyper.decoupled && hyper.weight_decay != 0.0;
   out.l2 = out.has_l2 ? static_cast<float>(hyper.weight_decay) : 0.0f;
   const float weight = static_cast<float>(1.0 - hyper.beta1);
-  out.lerp_from_grad = !(std::fabs(weight) < 0.5f);
+  out.lerp_from_grad = !(::fabsf(weight) < 0.5f);
   out.lerp_weight = out.lerp_from_grad ? weight - 1.0f : weight;
   out.beta2 = static_cast<float>(hyper.beta2);
   out.one_minus_beta2 = static_cast<float>(1.0 - hyper.beta2);
-  out.root_correction2 = static_cast<float>(std::sqrt(1.0 - std::pow(hyper.beta2, step)));
+  out.root_correction2 = static_cast<float>(::sqrt(1.0 - power(hyper.beta2, step)));
   out.eps = static_cast<float>(hyper.eps);
-  out.negative_step = static_cast<float>(-(hyper.lr / (1.0 - std::pow(hyper.beta1, step))));
+  out.negative_step = static_cast<float>(-(hyper.lr / (1.0 - power(hyper.beta1, step))));
   return out;
 }
 
@@ -87,20 +128,27 @@ ZEROCORE_HOST_DEVICE inline void adamw_element(typename Ops::Value& param,
 struct ScalarOps {
   using Value = float;
 #if defined(__CUDA_ARCH__)
-  __device__ static float mul(float a, float b) { return __fmul_rn(a, b); }
-  __device__ static float add(float a, float b) { return __fadd_rn(a, b); }
-  __device__ static float sub(float a, float b) { return __fsub_rn(a, b); }
-  __device__ static float div(float a, float b) { return __fdiv_rn(a, b); }
-  __device__ static float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
-  __device__ static float sqrt(float a) { return __fsqrt_rn(a); }
+#define ZEROCORE_ROUNDED(intrinsic, host) return intrinsic
 #else
-  ZEROCORE_HOST_DEVICE static float mul(float a, float b) { return a * b; }
-  ZEROCORE_HOST_DEVICE static float add(float a, float b) { return a + b; }
-  ZEROCORE_HOST_DEVICE static float sub(float a, float b) { return a - b; }
-  ZEROCORE_HOST_DEVICE static float div(float a, float b) { return a / b; }
-  ZEROCORE_HOST_DEVICE static float fma(float a, float b, float c) { return std::fma(a, b, c); }
-  ZEROCORE_HOST_DEVICE static float sqrt(float a) { return std::sqrt(a); }
+#define ZEROCORE_ROUNDED(intrinsic, host) return host
 #endif
+  ZEROCORE_HOST_DEVICE static float mul(float a, float b) {
+    ZEROCORE_ROUNDED(__fmul_rn(a, b), a * b);
+  }
+  ZEROCORE_HOST_DEVICE static float add(float a, float b) {
+    ZEROCORE_ROUNDED(__fadd_rn(a, b), a + b);
+  }
+  ZEROCORE_HOST_DEVICE static float sub(float a, float b) {
+    ZEROCORE_ROUNDED(__fsub_rn(a, b), a - b);
+  }
+  ZEROCORE_HOST_DEVICE static float div(float a, float b) {
+    ZEROCORE_ROUNDED(__fdiv_rn(a, b), a / b);
+  }
+  ZEROCORE_HOST_DEVICE static float fma(float a, float b, float c) {
+    ZEROCORE_ROUNDED(__fmaf_rn(a, b, c), std::fma(a, b, c));
+  }
+  ZEROCORE_HOST_DEVICE static float sqrt(float a) { ZEROCORE_ROUNDED(__fsqrt_rn(a), std::sqrt(a)); }
+#undef ZEROCORE_ROUNDED
 };
 
 }  // namespace zerocore::kernels

@@ -27,6 +27,11 @@ struct Half {
   uint16_t bits;
 };
 
+// 16 bytes that are only copied.
+struct Element16 {
+  uint64_t low, high;
+};
+
 // Values of type T are computed in f64 if this is true, else in fp32.
 template <class T>
 struct IsDouble {
@@ -72,8 +77,14 @@ ZEROCORE_HOST_DEVICE inline float to_float(BFloat16 value) {
   return float_from_bits(static_cast<uint32_t>(value.bits) << 16);
 }
 
-// A signalling NaN becomes quiet, as the F16C instruction does it.
+// A signalling NaN becomes quiet, as the F16C instruction does it. CUDA's instructions for halves
+// give the same bits but for NaNs.
 ZEROCORE_HOST_DEVICE inline float to_float(Half value) {
+#if defined(__CUDA_ARCH__)
+  float out;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(value.bits));
+  return out;
+#else
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
   const uint32_t exponent = (value.bits >> 10) & 0x1fu;
   const uint32_t mantissa = value.bits & 0x3ffu;
@@ -86,6 +97,7 @@ ZEROCORE_HOST_DEVICE inline float to_float(Half value) {
     return float_from_bits(sign | float_bits(magnitude));
   }
   return float_from_bits(sign | ((exponent + 112) << 23) | (mantissa << 13));
+#endif
 }
 
 // Round to nearest even; every NaN becomes 0x7fc0, as c10::BFloat16 has it.
@@ -99,6 +111,11 @@ ZEROCORE_HOST_DEVICE inline BFloat16 to_bfloat16(float value) {
 
 // Round to nearest even; a NaN keeps its sign and the top of its payload and becomes quiet (F16C).
 ZEROCORE_HOST_DEVICE inline Half to_half(float value) {
+#if defined(__CUDA_ARCH__)
+  Half out;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out.bits) : "f"(value));
+  return out;
+#else
   const uint32_t bits = float_bits(value);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
@@ -116,6 +133,7 @@ ZEROCORE_HOST_DEVICE inline Half to_half(float value) {
   }
   const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
   return Half{static_cast<uint16_t>(sign | ((rounded - (112u << 23)) >> 13))};
+#endif
 }
 
 }  // namespace zerocore::kernels

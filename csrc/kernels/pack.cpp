@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "loops.h"
+#include "pack_dims.h"
 
 namespace zerocore::kernels {
 namespace {
@@ -25,42 +26,12 @@ constexpr int64_t kManyColumns = 256;  // their lines no longer fit into a first
 constexpr int64_t kTileColumns = 64;
 constexpr int64_t kTileRowBytes = 256;
 
-struct Element16 {
-  uint64_t low, high;
-};
-
-struct Dim {
-  int64_t size;
-  int64_t stride;
-};
-
-// A source with its dimensions reduced to what matters: no dimension of size 1, neighbours merged
-// where one stride describes both. Contiguous: no dimension at all.
 struct Source {
   const char* data;
   DType dtype;
-  int64_t start, stop;  // in out
-  std::vector<Dim> dims;
+  int64_t start, stop;    // in out
+  std::vector<Dim> dims;  // merged
 };
-
-std::vector<Dim> merged_dims(const PackSource& source) {
-  std::vector<Dim> dims;
-  for (int64_t d = 0; d < source.ndim; ++d) {
-    const Dim dim{source.sizes[d], source.strides[d]};
-    if (dim.size == 1) {
-      continue;
-    }
-    if (!dims.empty() && dims.back().stride == dim.size * dim.stride) {
-      dims.back() = Dim{dims.back().size * dim.size, dim.stride};
-    } else {
-      dims.push_back(dim);
-    }
-  }
-  if (dims.size() == 1 && dims[0].stride == 1) {
-    dims.clear();
-  }
-  return dims;
-}
 
 std::vector<Source> merged_sources(const PackSource* sources, int64_t count) {
   std::vector<Source> out;

@@ -1,8 +1,8 @@
 // The operators of namespace zerocore: their schemas, and C++ functions that call them through the
 // dispatcher.
 //
-// Implementations: cpu.cpp (CPU, over csrc/kernels), composite.cpp (plain ATen, for every other
-// device), zerocore/ops.py (shapes only, for tracing).
+// Implementations: cpu.cpp and cuda.cpp (over csrc/kernels), composite.cpp (plain ATen, for every
+// other device and dtype), zerocore/ops.py (shapes only, for tracing).
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
