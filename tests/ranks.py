@@ -1,4 +1,4 @@
-"""Pools of long-lived gloo ranks that run case functions.
+"""Pools of long-lived ranks that run case functions.
 
 Starting two ranks costs about three seconds, so a pool is started once per world size and runs
 any number of cases. A case is a module-level function; every rank calls it with the same arguments
@@ -20,11 +20,13 @@ import os
 import pathlib
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -46,13 +48,25 @@ class RankError(AssertionError):
     """At least one rank did not return from a case."""
 
 
-def _serve(rank: int, size: int, store: str, stacks: str, group_seconds: float, pipe: Any) -> None:
+@contextlib.contextmanager
+def _surroundings(env: dict[str, str]) -> Iterator[None]:
+    """Processes that are started inside have these variables (spawn passes them this sys.path)."""
+    paths = env.get("PYTHONPATH", "").split(os.pathsep)
+    with mock.patch.dict(os.environ, env), mock.patch.object(sys, "path", [*paths, *sys.path]):
+        yield
+
+
+def _serve(
+    rank: int, size: int, store: str, stacks: str, group_seconds: float, backend: str, pipe: Any
+) -> None:
     """The main function of a rank: runs cases until the pipe says None or breaks."""
     torch.set_num_threads(1)
+    if backend != "gloo":
+        torch.accelerator.set_device_index(rank)
     with open(stacks, "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
         timeout = datetime.timedelta(seconds=group_seconds)
-        dist.init_process_group("gloo", f"file://{store}", timeout, size, rank)
+        dist.init_process_group(backend, f"file://{store}", timeout, size, rank)
         gc.freeze()  # the collection after each case need not walk torch's own objects
         with contextlib.suppress(EOFError):
             while (message := pipe.recv_bytes()) != b"":
@@ -76,9 +90,22 @@ def _answer(message: bytes) -> bytes:
 
 
 class Pool:
-    """`size` ranks of a default gloo group; `group_seconds` is the timeout of that group."""
+    """`size` ranks of a default group; each has the accelerator of its rank, unless that is gloo.
 
-    def __init__(self, size: int, group_seconds: float = GROUP_SECONDS) -> None:
+    Args:
+        group_seconds: timeout of the default group.
+        backend: of the default group.
+        env: variables of the ranks, beside those of this process.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        group_seconds: float = GROUP_SECONDS,
+        *,
+        backend: str = "gloo",
+        env: dict[str, str] | None = None,
+    ) -> None:
         self.size = size
         self.folder = tempfile.TemporaryDirectory()
         self.pipes, self.processes = [], []
@@ -88,9 +115,10 @@ class Pool:
             pipe, far_end = context.Pipe()
             arguments = (rank, size, str(folder / "store"), str(folder / f"stacks{rank}"))
             process = context.Process(
-                target=_serve, args=(*arguments, group_seconds, far_end), daemon=True
+                target=_serve, args=(*arguments, group_seconds, backend, far_end), daemon=True
             )
-            process.start()
+            with _surroundings(env or {}):
+                process.start()
             far_end.close()  # so that the death of the rank closes the pipe
             self.pipes.append(pipe)
             self.processes.append(process)
@@ -172,14 +200,15 @@ class Pool:
 
 
 class Ranks:
-    """The pools of a test session, one per world size, each made when it is first needed."""
+    """Pools of one kind, one per world size, each made when it is first needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
+        self.options = options  # of every Pool
         self.pools: dict[int, Pool] = {}
 
     def __call__(self, size: int, case: Callable, *args: Any, **kwargs: Any) -> list:
         """Runs `case(*args, **kwargs)` on `size` ranks; the results by rank."""
-        pool = self.pools.setdefault(size, None) or Pool(size)
+        pool = self.pools.setdefault(size, None) or Pool(size, **self.options)
         self.pools[size] = pool
         try:
             return pool.run(case, *args, **kwargs)
