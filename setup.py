@@ -115,6 +115,16 @@ def nvcc_flags() -> list[str]:
     return [*flags, "-Werror=all-warnings", "-Xcompiler=-Werror"] if WERROR else flags
 
 
+def defines(toolkit: Path | None) -> list[tuple[str, str | None]]:
+    """Macros of every source file; all but the first are for csrc/build_info.cpp."""
+    texts = {
+        "ZEROCORE_TORCH_VERSION": torch.__version__,
+        "ZEROCORE_CUDA_ARCHS": os.environ["TORCH_CUDA_ARCH_LIST"] if toolkit else "",
+    }
+    flag = [("ZEROCORE_WITH_CUDA", None)] if toolkit else []
+    return flag + [(name, f'"{text}"') for name, text in texts.items()]
+
+
 def extension() -> Extension:
     """The one extension module, compiled against the torch that is installed."""
     toolkit = cuda_toolkit()
@@ -124,15 +134,14 @@ def extension() -> Extension:
         cpp_extension.CUDA_HOME = str(toolkit)  # torch's own guess takes no wrapper into account
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHS)
         make_extension, sources = cpp_extension.CUDAExtension, sources | cuda_only
-        defines = [("ZEROCORE_WITH_CUDA", None)]
     else:
-        make_extension, sources, defines = cpp_extension.CppExtension, sources - cuda_only, []
+        make_extension, sources = cpp_extension.CppExtension, sources - cuda_only
     includes = system_includes(toolkit)
     return make_extension(
         name="zerocore._C",
         sources=sorted(str(path.relative_to(ROOT)) for path in sources),  # setuptools: relative
         include_dirs=[str(ROOT / "csrc")],
-        define_macros=defines,
+        define_macros=defines(toolkit),
         extra_compile_args={"cxx": cxx_flags() + includes, "nvcc": nvcc_flags() + includes},
         extra_link_args=["-fopenmp"],
     )
@@ -145,6 +154,9 @@ class KeepObjects(cpp_extension.BuildExtension):
         """A folder that was asked for on the command line wins."""
         self.build_temp = self.build_temp or f"build/torch-{torch.__version__}"
         super().finalize_options()
+        version = self.distribution.get_version()
+        for extension in self.extensions:
+            extension.define_macros.append(("ZEROCORE_VERSION", f'"{version}"'))
 
 
 setup(ext_modules=[extension()], cmdclass={"build_ext": KeepObjects})

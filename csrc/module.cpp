@@ -6,6 +6,7 @@
 
 #include <optional>
 
+#include "build_info.h"
 #include "ops/bindings.h"
 #include "runtime/runtime.h"
 
@@ -186,6 +187,7 @@ void bind_waits(py::module_& m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "The compiled core of zerocore.";
   m.attr("ALIGNMENT") = zerocore::kAlignment;
+  m.attr("BUILD") = zerocore::build_info();
   m.def(
       "padded_elements",
       [](std::vector<int64_t> numels, int64_t shards, int64_t replicas) {

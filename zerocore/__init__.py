@@ -1,27 +1,37 @@
 """zerocore: sharded data parallelism for PyTorch (ZeRO stages 0 to 3) behind one call."""
 
+import sys
+from itertools import pairwise
+
 import torch  # noqa: F401  (its libraries must be loaded before the extension)
+
+
+def _is_command() -> bool:
+    """Whether this is `python -m zerocore`, whose `env` tells what keeps the extension away."""
+    return sys.argv[:1] == ["-m"] and ("-m", "zerocore") in pairwise(sys.orig_argv)
+
 
 try:
     from zerocore import _C  # noqa: F401
 except ImportError as error:
-    raise ImportError(
-        f"zerocore: expected its compiled extension zerocore._C, got: {error}. Build it with "
-        "`pip install --no-build-isolation .` (or `-e .`) in the repository, with the torch that "
-        "you use installed; it must be built again when torch changes."
-    ) from error
-
-from zerocore.api import info, ledger, no_sync, shard, stats
-from zerocore.backend import Backend, backend
-from zerocore.ema import EMA
-from zerocore.ledger import Ledger
-from zerocore.norm import clip_grad_norm_
-from zerocore.optim import AdamW
-from zerocore.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
-from zerocore.policy import MixedPrecision
-from zerocore.scaler import GradScaler
-from zerocore.state import full_state_dict, gathered
-from zerocore.stats import Stats
+    if not _is_command():
+        raise ImportError(
+            f"zerocore: expected its compiled extension zerocore._C, got: {error}. Build it with "
+            "`pip install --no-build-isolation .` (or `-e .`) in the repository, with the torch "
+            "that you use installed; it must be built again when torch changes."
+        ) from error
+else:
+    from zerocore.api import info, ledger, no_sync, shard, stats
+    from zerocore.backend import Backend, backend
+    from zerocore.ema import EMA
+    from zerocore.ledger import Ledger
+    from zerocore.norm import clip_grad_norm_
+    from zerocore.optim import AdamW
+    from zerocore.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
+    from zerocore.policy import MixedPrecision
+    from zerocore.scaler import GradScaler
+    from zerocore.state import full_state_dict, gathered
+    from zerocore.stats import Stats
 
 __all__ = [
     "EMA",

@@ -79,6 +79,11 @@ def default_backends() -> dict[str, str] | None:
     return dict(pair.split(":") for pair in pairs)
 
 
+def available_backends(names: Iterable[str]) -> list[str]:
+    """Those communication backends that this build of torch has."""
+    return [name for name in names if dist.is_available() and dist.is_backend_available(name)]
+
+
 def check_mesh(mesh: DeviceMesh | None) -> Exception | None:
     """What is wrong with `mesh` in itself, if anything.
 
