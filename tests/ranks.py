@@ -51,16 +51,25 @@ class RankError(AssertionError):
 @contextlib.contextmanager
 def _surroundings(env: dict[str, str]) -> Iterator[None]:
     """Processes that are started inside have these variables (spawn passes them this sys.path)."""
-    paths = env.get("PYTHONPATH", "").split(os.pathsep)
+    paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     with mock.patch.dict(os.environ, env), mock.patch.object(sys, "path", [*paths, *sys.path]):
         yield
 
 
 def _serve(
-    rank: int, size: int, store: str, stacks: str, group_seconds: float, backend: str, pipe: Any
+    rank: int,
+    size: int,
+    store: str,
+    stacks: str,
+    group_seconds: float,
+    backend: str,
+    prepare: Callable[[], None] | None,
+    pipe: Any,
 ) -> None:
     """The main function of a rank: runs cases until the pipe says None or breaks."""
     torch.set_num_threads(1)
+    if prepare is not None:
+        prepare()
     if backend != "gloo":
         torch.accelerator.set_device_index(rank)
     with open(stacks, "w") as stack_file:
@@ -81,6 +90,8 @@ def _answer(message: bytes) -> bytes:
         case, args, kwargs = pickle.loads(message)
         value = case(*args, **kwargs)
         gc.collect()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # what a case enqueued may not fail in the next one
         dist.barrier()  # a case may not leave its ranks out of step
         buffer = io.BytesIO()
         torch.save(value, buffer)  # by value: the memory must outlive the rank
@@ -96,6 +107,7 @@ class Pool:
         group_seconds: timeout of the default group.
         backend: of the default group.
         env: variables of the ranks, beside those of this process.
+        prepare: a module-level function that each rank calls first.
     """
 
     def __init__(
@@ -105,6 +117,7 @@ class Pool:
         *,
         backend: str = "gloo",
         env: dict[str, str] | None = None,
+        prepare: Callable[[], None] | None = None,
     ) -> None:
         self.size = size
         self.folder = tempfile.TemporaryDirectory()
@@ -114,9 +127,8 @@ class Pool:
         for rank in range(size):
             pipe, far_end = context.Pipe()
             arguments = (rank, size, str(folder / "store"), str(folder / f"stacks{rank}"))
-            process = context.Process(
-                target=_serve, args=(*arguments, group_seconds, backend, far_end), daemon=True
-            )
+            options = (group_seconds, backend, prepare, far_end)
+            process = context.Process(target=_serve, args=(*arguments, *options), daemon=True)
             with _surroundings(env or {}):
                 process.start()
             far_end.close()  # so that the death of the rank closes the pipe
@@ -157,7 +169,10 @@ class Pool:
                 try:
                     kind, value, _ = pickle.loads(pipe.recv_bytes())
                     if kind == "returned":
-                        value = torch.load(io.BytesIO(value), weights_only=False)
+                        # This process may have no accelerator.
+                        value = torch.load(
+                            io.BytesIO(value), map_location="cpu", weights_only=False
+                        )
                     outcomes[rank] = Outcome(kind, value, time.monotonic() - started)
                 except (EOFError, OSError):
                     outcomes[rank] = self._died(rank)

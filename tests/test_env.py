@@ -62,7 +62,7 @@ def package_without_extension(folder):
 
 
 def test_says_what_was_built_found_and_chosen():
-    result = run_env(ROOT)
+    result = run_env(pathlib.Path(env.__file__).parents[1])
     assert result.returncode == 0, result.stderr
     sections = re.findall(r"^\w+$", result.stdout, re.MULTILINE)
     assert sections == ["built", "found", "chosen", "missing"]
