@@ -80,12 +80,17 @@ def device_rules():
         torch.linalg.vector_norm(torch.ones(3, device="npu", dtype=torch.float64))
     with pytest.raises(RuntimeError, match="not implemented for Double"):
         torch.linalg.vector_norm(torch.ones(3, device="npu"), dtype=torch.float64)
+    raw = npu_sim().tensor_over_raw_memory("npu", 100, False)
+    assert raw.isnan().all() and raw.fill_(2).sum().item() == 200
+    with pytest.raises(RuntimeError, match=r"expected storage of c10::make_storage_impl"):
+        npu_sim().tensor_over_raw_memory("npu", 100, True)
     assert torch.empty(4, device="npu").isnan().all(), "fresh memory holds nothing of use"
     before = torch.accelerator.memory_allocated()
     z = torch.empty(1 << 20, device="npu")
     assert torch.accelerator.memory_allocated() - before == 4 << 20
     z.untyped_storage().resize_(0)
-    assert torch.accelerator.memory_allocated() == before
+    z.set_()
+    assert z.shape == (0,) and torch.accelerator.memory_allocated() == before
     pinned = torch.ones(5).pin_memory()
     assert pinned.is_pinned() and not torch.ones(5).is_pinned()
     y = pinned.npu(non_blocking=True)
@@ -135,8 +140,6 @@ def order():
     assert overwritten == {7.0 if early() else 0.0}
     assert {sim.free_while_in_use("npu", True) for _ in range(TIMES)} == {7.0}
     assert all(v != v for v in (sim.free_while_in_use("npu", False) for _ in range(TIMES)))
-    t = sim.tensor_over_raw_memory("npu", 100)
-    assert t.isnan().all() and t.fill_(2).sum().item() == 200
     assert sim.event_query_before_after("npu")
     polled = torch.npu.Event()
     polled.record()
@@ -253,6 +256,17 @@ def collectives():
         x = one.eq(2).to(dtype)
         dist.broadcast(x, 1)
         assert x.tolist() == [1] * 4
+    group = dist.group.WORLD
+    pair = [torch.ones(4, device="npu") + i for i in range(2)]
+    halves = [torch.empty(2, device="npu") for _ in pair]
+    group.reduce_scatter_single_coalesced(halves, pair).wait()
+    assert [h.tolist() for h in halves] == [[2.0] * 2, [4.0] * 2]
+    group.allreduce_coalesced(halves).wait()
+    assert [h.tolist() for h in halves] == [[4.0] * 2, [8.0] * 2]
+    both = [torch.empty(4, device="npu"), torch.empty(4, device="npu", dtype=torch.uint8)]
+    mine = [halves[0] + rank, torch.full((2,), rank, device="npu", dtype=torch.uint8)]
+    group.all_gather_single_coalesced(both, mine).wait()
+    assert [t.tolist() for t in both] == [[4.0, 4.0, 5.0, 5.0], [0, 0, 1, 1]]
     # Both send first, then receive; the results are demanded in the other order.
     received = torch.empty(4, device="npu")
     for work in reversed([dist.isend(one, 1 - rank), dist.irecv(received, 1 - rank)]):
@@ -293,6 +307,13 @@ def refusals():
     complex_ = torch.ones(4, device="npu", dtype=torch.complex64)
     with pytest.raises(RuntimeError, match="hccl: expected a type that it can move, got"):
         group.broadcast(complex_, 0)
+    mixed = [torch.ones(4, device="npu"), torch.ones(4, device="npu").half()]
+    for call in (
+        lambda: group.allreduce_coalesced(mixed),
+        lambda: group.reduce_scatter_single_coalesced([t[:2] for t in mixed], mixed),
+    ):
+        with pytest.raises(RuntimeError, match="hccl: expected one type and device in a coalesced"):
+            call()
     with pytest.raises(RuntimeError, match="hccl: expected a contiguous tensor, got strides"):
         group.allreduce(torch.ones(4, 2, device="npu").t())
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):

@@ -53,11 +53,10 @@ def device_of_ranks():
     return zerocore.backend().device
 
 
-def build(job, stage, *, seed=0, move=False, **options):
-    """The job's model, sharded; `move`: shard() brings it to the device."""
+def build(job, stage, *, seed=0, **options):
+    """The job's model on the ranks' device, sharded."""
     options.setdefault("units", models.JOBS[job].units)
-    model = models.build(job, seed)
-    model = zerocore.shard(model if move else model.to(device_of_ranks()), stage, **options)
+    model = zerocore.shard(models.build(job, seed).to(device_of_ranks()), stage, **options)
     assert {p.device for p in model.parameters()} == {device_of_ranks()}
     return model
 
@@ -122,9 +121,19 @@ def test_other_models(both, stage, job):
     assert_bits(both(2, train, job, stage, "sgd"))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_shard_moves_a_model_to_the_device(both, stage):
-    assert_bits(both(2, train, "transformer", stage, "sgd", move=True))
+def a_model_on_the_cpu():
+    model = models.build("transformer")
+    with pytest.raises(ValueError) as error:
+        zerocore.shard(model)
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    return str(error.value)
+
+
+def test_a_model_on_the_cpu_cannot_keep_its_parameters(npus):
+    # torch's own model.to("npu") makes new Parameter objects; shard() never does.
+    for rank, text in enumerate(npus(2, a_model_on_the_cpu)):
+        assert f"expected parameters on npu:{rank} " in text
+        assert f"call model.to('npu:{rank}') first" in text
 
 
 WINDOWS = {

@@ -208,6 +208,7 @@ class HcclBackend final : public c10d::Backend {
   }
   template <class Options, class Start>
   WorkPtr reduction(OpType type, const Tensors& in, const Tensors& out, Options o, Start start) {
+    TORCH_CHECK(!in.empty(), "hccl: expected tensors to reduce, got none");
     const auto op = o.reduceOp.op_;
     TORCH_CHECK(op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::MAX,
                 "hccl: expected ReduceOp SUM (0) or MAX (4), got ", int(op),
@@ -215,6 +216,10 @@ class HcclBackend final : public c10d::Backend {
     static const std::set<at::ScalarType> reducible = {
         at::kFloat, at::kHalf, at::kBFloat16, at::kChar, at::kShort, at::kInt, at::kLong};
     for (const at::Tensor& t : in) {
+      TORCH_CHECK(t.scalar_type() == in[0].scalar_type() && t.device() == in[0].device(),
+                  "hccl: expected one type and device in a coalesced reduction, got ",
+                  in[0].scalar_type(), " on ", in[0].device(), " and ", t.scalar_type(), " on ",
+                  t.device());
       TORCH_CHECK(reducible.count(t.scalar_type()),
                   "hccl: expected a type that it can reduce, got ", t.scalar_type());
     }

@@ -50,6 +50,15 @@ struct KernelState {
 };
 
 // ---- ops.cpp ----
+// As in torch_npu: storage of a class of its own, with a description of the memory that factories
+// and set_ fill in. Its operators cast to the class without looking, so other storage is undefined
+// behaviour there, and a fault here. c10::make_storage_impl makes the right one.
+struct NpuStorageImpl final : c10::StorageImpl {
+  using StorageImpl::StorageImpl;
+  bool described = false;
+};
+void check_storage(const at::Tensor& t);
+
 // A CPU tensor over an NPU tensor's bytes. It owns nothing, like the pointers a kernel is given.
 at::Tensor cpu_alias(const at::Tensor& t);
 

@@ -11,127 +11,15 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/Resize.h>
-#include <c10/core/CPUAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 #include <set>
-#include <unordered_map>
 
-#include "npu_sim.h"
+#include "replace.h"
 
 namespace npu_sim {
 namespace {
-
-using c10::DispatchKey;
-using c10::DispatchKeySet;
-using c10::IValue;
-using Stack = torch::jit::Stack;
-
-bool is_npu(const at::Tensor& t) { return t.device().type() == kNpu; }
-
-// ---- replacing the tensors of a call ----
-
-// Applies f to every tensor of an argument or result, in lists too. Undefined tensors stay as they
-// are.
-template <class F>
-IValue map_tensors(const IValue& value, F f) {
-  auto one = [&](const at::Tensor& t) { return t.defined() ? f(t) : t; };
-  if (value.isTensor()) return one(value.toTensor());
-  if (value.isTensorList()) {
-    c10::List<at::Tensor> mapped;
-    for (at::Tensor t : value.toTensorList()) mapped.push_back(one(t));
-    return mapped;
-  }
-  if (value.isOptionalTensorList()) {
-    c10::List<std::optional<at::Tensor>> mapped;
-    for (std::optional<at::Tensor> t : value.toOptionalTensorList()) {
-      mapped.push_back(t ? std::optional<at::Tensor>(one(*t)) : t);
-    }
-    return mapped;
-  }
-  return value;
-}
-
-std::vector<at::Tensor> tensors_of(const IValue& value) {
-  std::vector<at::Tensor> found;
-  map_tensors(value, [&](const at::Tensor& t) {
-    found.push_back(t);
-    return t;
-  });
-  return found;
-}
-
-at::Tensor alias_over(const at::Tensor& t, c10::Storage storage) {
-  auto alias = at::detail::make_tensor<c10::TensorImpl>(
-      std::move(storage), DispatchKeySet(DispatchKey::CPU), t.dtype());
-  alias.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
-  if (t.is_conj()) alias.unsafeGetTensorImpl()->_set_conj(true);
-  if (t.is_neg()) alias.unsafeGetTensorImpl()->_set_neg(true);
-  return alias;
-}
-
-c10::Storage storage_alias(const at::Tensor& t, bool resizable) {
-  c10::StorageImpl* from = t.storage().unsafeGetStorageImpl();
-  return c10::Storage(c10::Storage::use_byte_size_t(), from->nbytes(),
-                      c10::DataPtr(from->mutable_data_ptr().get(), c10::Device(c10::kCPU)),
-                      c10::GetCPUAllocator(), resizable);
-}
-
-// One for one: the same tensor always becomes the same replacement and shared memory stays shared,
-// so that an operator sees its arguments alias each other as they do, and a result that is an
-// argument can be recognised.
-struct Replacements {
-  enum Kind { kMeta, kDeferred, kImmediate } kind;
-  std::vector<std::pair<at::Tensor, at::Tensor>> pairs{};  // original, replacement
-  std::unordered_map<c10::StorageImpl*, c10::Storage> storages{};
-
-  at::Tensor operator()(const at::Tensor& t) {
-    for (auto& [from, to] : pairs) {
-      if (from.is_same(t)) return to;
-    }
-    at::Tensor made = make(t);
-    // A Python number in an expression takes part in type promotion differently from a tensor.
-    if (t.unsafeGetTensorImpl()->is_wrapped_number())
-      made.unsafeGetTensorImpl()->set_wrapped_number(true);
-    pairs.emplace_back(t, made);
-    return made;
-  }
-  at::Tensor original(const at::Tensor& replaced) const {
-    for (auto& [from, to] : pairs) {
-      if (to.is_same(replaced)) return from;
-    }
-    return {};
-  }
-  Stack operator()(const Stack& arguments) {
-    Stack result;
-    c10::Device device(kind == kMeta ? c10::kMeta : c10::kCPU);
-    for (const IValue& v : arguments) {
-      if (v.isDevice() && v.toDevice().type() == kNpu) {
-        result.emplace_back(device);
-      } else {
-        result.push_back(map_tensors(v, [&](const at::Tensor& t) { return (*this)(t); }));
-      }
-    }
-    return result;
-  }
-
- private:
-  at::Tensor make(const at::Tensor& t) {
-    if (kind == kMeta) {
-      if (t.unsafeGetTensorImpl()->is_wrapped_number())
-        return t;  // meta kernels written in Python read its value
-      return at::empty_strided(t.sizes(), t.strides(),
-                               t.options().device(c10::kMeta).pinned_memory(false));
-    }
-    if (!is_npu(t))
-      return kind == kDeferred ? t.clone()
-                               : t;  // a deferred operator must see the value as it is now
-    auto [it, is_new] = storages.try_emplace(t.storage().unsafeGetStorageImpl());
-    if (is_new) it->second = storage_alias(t, kind == kImmediate);
-    return alias_over(t, it->second);
-  }
-};
 
 at::Tensor empty_like_on(const at::Tensor& like, c10::Device device) {
   return at::empty_strided(like.sizes(), like.strides(),
@@ -340,22 +228,56 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
 
 // ---- native operators: factories, copies, views, storage ----
 
+c10::intrusive_ptr<c10::StorageImpl> make_storage(c10::StorageImpl::use_byte_size_t,
+                                                  c10::SymInt size, c10::DataPtr data,
+                                                  c10::Allocator* allocator, bool resizable) {
+  size_t bytes = size_t(size.as_int_unchecked());
+  if (!data && allocator) data = allocator->allocate(bytes);
+  return c10::make_intrusive<NpuStorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
+                                             std::move(data), allocator, resizable);
+}
+[[maybe_unused]] const bool storage_registered =
+    (c10::SetStorageImplCreate(kNpu, &make_storage), true);
+
+void describe(const at::Tensor& t) {
+  auto* storage = dynamic_cast<NpuStorageImpl*>(t.storage().unsafeGetStorageImpl());
+  TORCH_CHECK(storage,
+              "npu_sim: expected storage of c10::make_storage_impl, got that of another device");
+  storage->described = true;
+}
+
+at::Tensor new_tensor(size_t bytes, caffe2::TypeMeta dtype, std::optional<at::Device> device) {
+  c10::DeviceGuard on(device.value_or(current_device()));
+  c10::Storage storage(c10::make_storage_impl(c10::StorageImpl::use_byte_size_t(), int64_t(bytes),
+                                              c10::DataPtr(), c10::GetAllocator(kNpu),
+                                              /*resizable=*/true, current_device()));
+  auto t = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), DispatchKeySet(DispatchKey::PrivateUse1), dtype);
+  describe(t);
+  return t;
+}
+
 at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype,
                  std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>,
                  std::optional<at::MemoryFormat> format) {
-  c10::DeviceGuard on(device.value_or(current_device()));
-  return at::detail::empty_generic(size, c10::GetAllocator(kNpu),
-                                   DispatchKeySet(DispatchKey::PrivateUse1),
-                                   c10::dtype_or_default(dtype), format);
+  auto type = c10::scalarTypeToTypeMeta(c10::dtype_or_default(dtype));
+  size_t bytes = at::detail::computeStorageNbytesContiguous(size, type.itemsize());
+  at::Tensor t = new_tensor(bytes, type, device);
+  t.unsafeGetTensorImpl()->set_sizes_contiguous(size);
+  if (format && *format != at::MemoryFormat::Contiguous) {
+    t.unsafeGetTensorImpl()->empty_tensor_restride(*format);
+  }
+  return t;
 }
 
 at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
                          std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                          std::optional<at::Device> device, std::optional<bool>) {
-  c10::DeviceGuard on(device.value_or(current_device()));
-  return at::detail::empty_strided_generic(size, stride, c10::GetAllocator(kNpu),
-                                           DispatchKeySet(DispatchKey::PrivateUse1),
-                                           c10::dtype_or_default(dtype));
+  auto type = c10::scalarTypeToTypeMeta(c10::dtype_or_default(dtype));
+  size_t bytes = at::detail::computeStorageNbytes(size, stride, type.itemsize());
+  at::Tensor t = new_tensor(bytes, type, device);
+  t.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride);
+  return t;
 }
 
 // As on real devices: copies from pageable memory are staged, copies with pinned memory and
@@ -399,7 +321,12 @@ const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size,
 
 at::Tensor& set_storage(at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size,
                         at::IntArrayRef stride) {
-  return at::native::set_storage_cpu_(self, std::move(source), offset, size, stride);
+  at::native::set_storage_cpu_(self, std::move(source), offset, size, stride);
+  describe(self);
+  return self;
+}
+at::Tensor& set_to_nothing(at::Tensor& self) {
+  return set_storage(self, at::empty({0}, self.options()).storage(), 0, {0}, {});
 }
 at::Tensor& set_from_storage(at::Tensor& self, at::Storage source) {
   return set_storage(self, source, 0, {int64_t(source.nbytes() / self.dtype().itemsize())}, {});
@@ -427,7 +354,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
   m.impl("view_as_real", TORCH_FN(at::native::view_as_real));
   m.impl("view_as_complex", TORCH_FN(at::native::view_as_complex));
-  m.impl("set_", TORCH_FN(at::native::set_cpu_));
+  m.impl("set_", set_to_nothing);
   m.impl("set_.source_Tensor", TORCH_FN(at::native::set_tensor_));
   m.impl("set_.source_Storage", set_from_storage);
   m.impl("set_.source_Storage_storage_offset", set_storage);
@@ -475,6 +402,13 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 }
 
 }  // namespace
+
+void check_storage(const at::Tensor& t) {
+  auto* storage = dynamic_cast<NpuStorageImpl*>(t.storage().unsafeGetStorageImpl());
+  TORCH_CHECK(storage,
+              "npu_sim: expected storage of c10::make_storage_impl, got that of another device");
+  TORCH_CHECK(storage->described, "npu_sim: expected storage that a factory or set_ has described");
+}
 
 at::Tensor cpu_alias(const at::Tensor& t) { return alias_over(t, storage_alias(t, false)); }
 

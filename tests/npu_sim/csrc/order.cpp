@@ -56,16 +56,17 @@ double overwrite_while_read(const std::string& device_name, bool with_wait) {
 
 // Raw memory from the allocator inside a tensor of a StorageImpl, as a sharding runtime makes its
 // flat buffers.
-at::Tensor tensor_over_raw_memory(const std::string& device_name, int64_t elements) {
-  c10::Device device(device_name);
+at::Tensor tensor_over_raw_memory(const std::string& device_name, int64_t elements, bool plain) {
+  c10::Device device = c10::impl::VirtualGuardImpl(c10::Device(device_name).type()).getDevice();
   size_t bytes = size_t(elements) * sizeof(float);
   c10::Allocator* allocator = c10::GetAllocator(device.type());
-  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
-                                                       allocator->allocate(bytes), allocator,
-                                                       /*resizable=*/false);
-  at::Tensor t = at::empty(
-      {0},
-      at::TensorOptions(c10::impl::VirtualGuardImpl(device.type()).getDevice()).dtype(at::kFloat));
+  c10::StorageImpl::use_byte_size_t tag;
+  // Devices have storage classes of their own, which a library gets from the factory alone.
+  auto storage = plain ? c10::make_intrusive<c10::StorageImpl>(
+                             tag, int64_t(bytes), allocator->allocate(bytes), nullptr, false)
+                       : c10::make_storage_impl(tag, int64_t(bytes), allocator->allocate(bytes),
+                                                nullptr, /*resizable=*/false, device);
+  at::Tensor t = at::empty({0}, at::TensorOptions(device).dtype(at::kFloat));
   return t.set_(c10::Storage(storage), 0, {elements}, {1});
 }
 
