@@ -61,10 +61,9 @@ def build(job, stage, *, seed=0, **options):
     return model
 
 
-def batch(job, number, dtype=torch.float32):
+def batch(job, number):
     """This rank's part of a batch, on its device."""
-    part = models.batch(job, dist.get_rank(), number, dtype)
-    return tuple(t.to(device_of_ranks()) for t in part)
+    return tuple(t.to(device_of_ranks()) for t in models.batch(job, dist.get_rank(), number))
 
 
 def loss_of(model, part):
@@ -84,12 +83,14 @@ def gradients(model):
 def train(job, stage, optimizer, precision=None, steps=4, **options):
     """Losses, this rank's gradients of every step, full parameters."""
     model = build(job, stage, mixed_precision=precision, **options)
-    opt = OPTIMIZERS[optimizer](model.parameters())
+    return steps_of(model, OPTIMIZERS[optimizer](model.parameters()), job, steps)
+
+
+def steps_of(model, opt, job, steps=4):
     losses, grads = [], {}
-    dtype = precision.param if precision and job != "transformer" else torch.float32
     for step in range(steps):
         opt.zero_grad()
-        loss = loss_of(model, batch(job, step, dtype))
+        loss = loss_of(model, batch(job, step))
         loss.backward()
         grads |= {f"{step} {name}": g for name, g in gradients(model).items()}
         opt.step()
@@ -121,19 +122,21 @@ def test_other_models(both, stage, job):
     assert_bits(both(2, train, job, stage, "sgd"))
 
 
-def a_model_on_the_cpu():
+def train_moved(stage):
+    """As `train`; shard() moves the model, and an optimizer of before steps it."""
     model = models.build("transformer")
-    with pytest.raises(ValueError) as error:
-        zerocore.shard(model)
-    assert {p.device.type for p in model.parameters()} == {"cpu"}
-    return str(error.value)
+    before = dict(model.named_parameters())
+    opt = OPTIMIZERS["adamw"](model.parameters())
+    zerocore.shard(model, stage, units=models.BLOCKS)
+    assert {p.device for p in model.parameters()} == {device_of_ranks()}
+    assert all(p is before[name] for name, p in model.named_parameters())
+    assert model.head.weight is model.embed.weight
+    return steps_of(model, opt, "transformer")
 
 
-def test_a_model_on_the_cpu_cannot_keep_its_parameters(npus):
-    # torch's own model.to("npu") makes new Parameter objects; shard() never does.
-    for rank, text in enumerate(npus(2, a_model_on_the_cpu)):
-        assert f"expected parameters on npu:{rank} " in text
-        assert f"call model.to('npu:{rank}') first" in text
+@pytest.mark.parametrize("stage", STAGES)
+def test_shard_moves_a_model_to_the_device(both, stage):
+    assert_bits(both(2, train_moved, stage))
 
 
 WINDOWS = {

@@ -377,6 +377,17 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   }
 }
 
+// As in torch_npu: model.to("npu") keeps its Parameter objects, and so their ties.
+bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& from) {
+  auto is_dense = [](const at::Tensor& t) {
+    return t.key_set().has(DispatchKey::CPU) || t.key_set().has(DispatchKey::PrivateUse1);
+  };
+  return self.key_set() == from.key_set() || (is_dense(self) && is_dense(from));
+}
+TORCH_LIBRARY_IMPL(aten, CatchAll, m) {
+  m.impl("_has_compatible_shallow_copy_type", has_compatible_shallow_copy_type);
+}
+
 TORCH_LIBRARY_IMPL(_, AutogradPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 
 // The fallbacks for lazy conjugation and negation copy their arguments first, so copies must not go
