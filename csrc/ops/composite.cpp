@@ -3,12 +3,14 @@
 #include "ops/composite.h"
 
 #include <ATen/ops/add.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/lerp.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/pow.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/view_as_real.h>
 #include <ATen/ops/where.h>
 #include <torch/library.h>
 
@@ -63,6 +65,23 @@ void step_segment(const at::Tensor& param, at::Tensor grad, const at::Tensor& ex
   if (is_given(low_precision)) {
     store(*low_precision, p, keep);
   }
+}
+
+// The L2 norm in float32, for a device that has no norm of doubles (Ascend). Norms of blocks first:
+// the error does not grow with the size, and a block's sum is not spread over cores, whose order
+// may vary.
+at::Tensor norm_of_blocks(const at::Tensor& x) {
+  constexpr int64_t kBlock = 4096;
+  const at::Tensor real = at::isComplexType(x.scalar_type()) ? at::view_as_real(x) : x;
+  const at::Tensor flat =
+      (at::isReducedFloatingType(x.scalar_type()) ? real : real.to(at::kFloat)).reshape(-1);
+  const int64_t whole = flat.numel() / kBlock * kBlock;
+  const auto norms = [](const at::Tensor& rows) {
+    return at::linalg_vector_norm(rows, 2, at::IntArrayRef{1}, false, at::kFloat);
+  };
+  const at::Tensor blocks = norms(flat.narrow(0, 0, whole).view({-1, kBlock}));
+  const at::Tensor rest = norms(flat.narrow(0, whole, flat.numel() - whole).view({1, -1}));
+  return norms(at::cat({blocks, rest}).view({1, -1})).squeeze(0);
 }
 
 }  // namespace
@@ -123,12 +142,17 @@ void fused_adamw_(const at::Tensor& param, const at::Tensor& grad, const at::Ten
 
 at::Tensor sumsq(const at::Tensor& x) {
   check_sumsq(x);
-  const at::ScalarType dtype =
-      at::isComplexType(x.scalar_type()) ? at::kComplexDouble : at::kDouble;
-  const at::Tensor values =
-      at::isFloatingType(x.scalar_type()) || at::isComplexType(x.scalar_type()) ? x : x.to(dtype);
-  const at::Tensor norm = at::linalg_vector_norm(values, 2, std::nullopt, false, dtype);
   const at::Tensor non_finite = at::isfinite(x).all().logical_not();
+  at::Tensor norm;
+  if (x.device().type() == at::kPrivateUse1) {
+    norm = norm_of_blocks(x).to(at::kDouble);
+  } else {
+    const at::ScalarType dtype =
+        at::isComplexType(x.scalar_type()) ? at::kComplexDouble : at::kDouble;
+    const at::Tensor values =
+        at::isFloatingType(x.scalar_type()) || at::isComplexType(x.scalar_type()) ? x : x.to(dtype);
+    norm = at::linalg_vector_norm(values, 2, std::nullopt, false, dtype);
+  }
   return at::stack({norm.square(), non_finite.to(at::kDouble)});
 }
 
