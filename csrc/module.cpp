@@ -30,7 +30,8 @@ std::shared_ptr<Runtime> make_runtime(
     const std::string& reduce_shard_group, const std::string& reduce_replicate_group,
     const std::string& control_group, int shard_channel, int replicate_channel, at::Device device,
     bool persistent, bool reshard_after_forward, int prefetch, int64_t max_window_bytes,
-    Dtype compute_dtype, Dtype reduce_dtype, Dtype accumulate_dtype, Dtype master_dtype) {
+    bool register_windows, int64_t launch_bytes, Dtype compute_dtype, Dtype reduce_dtype,
+    Dtype accumulate_dtype, Dtype master_dtype) {
   RuntimeOptions options;
   options.groups = {shard_group,   replicate_group, reduce_shard_group, reduce_replicate_group,
                     control_group, shard_channel,   replicate_channel};
@@ -39,6 +40,8 @@ std::shared_ptr<Runtime> make_runtime(
   options.reshard_after_forward = reshard_after_forward;
   options.prefetch = prefetch;
   options.max_window_bytes = max_window_bytes;
+  options.register_windows = register_windows;
+  options.launch_bytes = launch_bytes;
   options.compute_dtype = compute_dtype;
   options.reduce_dtype = reduce_dtype;
   options.accumulate_dtype = accumulate_dtype;
@@ -66,8 +69,10 @@ py::list records(Runtime& self) {
   py::list result;
   for (const Record& record : self.log().records()) {
     const std::string unit = record.unit < 0 ? "" : self.unit_name(record.unit);
-    result.append(py::make_tuple(record.sequence, record.event, record.kind, unit, record.elements,
-                                 record.phase, record.time));
+    const bool collective = std::string(record.event) == "launch";
+    result.append(py::make_tuple(
+        record.sequence, record.event, record.kind, unit, record.elements, record.phase,
+        record.time, collective ? self.transport().times(record.launch) : std::nullopt));
   }
   return result;
 }
@@ -83,8 +88,8 @@ void bind_runtime(py::module_& m) {
            py::arg("reduce_replicate_group"), py::arg("control_group"), py::arg("shard_channel"),
            py::arg("replicate_channel"), py::arg("device"), py::arg("persistent"),
            py::arg("reshard_after_forward"), py::arg("prefetch"), py::arg("max_window_bytes"),
-           py::arg("compute_dtype"), py::arg("reduce_dtype"), py::arg("accumulate_dtype"),
-           py::arg("master_dtype"))
+           py::arg("register_windows"), py::arg("launch_bytes"), py::arg("compute_dtype"),
+           py::arg("reduce_dtype"), py::arg("accumulate_dtype"), py::arg("master_dtype"))
       .def("add_unit", torch::wrap_pybind_function_no_gil(&add_unit))
       .def("seal", no_gil(&Runtime::seal))
       .def("add_nested", no_gil(&Runtime::add_nested))
@@ -157,6 +162,17 @@ void bind_runtime(py::module_& m) {
            [](Runtime& self, int unit, int flat) { self.flat(unit, flat).slot_written(); })
       .def("traffic", &traffic)
       .def("records", &records)
+      .def("time_launches", [](Runtime& self, bool on) { self.transport().time_launches(on); })
+      // (id, device index, device type) of the streams of gathers and of reductions.
+      .def("streams",
+           [](const Runtime& self) {
+             std::vector<std::tuple<int64_t, int64_t, int64_t>> streams;
+             for (const c10::Stream& s : {self.streams().gather(), self.streams().reduce()}) {
+               streams.emplace_back(s.id(), s.device_index(),
+                                    static_cast<int64_t>(s.device_type()));
+             }
+             return streams;
+           })
       .def("windows",
            [](Runtime& self) {
              return std::make_pair(self.windows().leased(), self.windows().peak());

@@ -34,6 +34,7 @@ def shard(
     prefetch: int = 1,
     bucket_bytes: int = 25 * 2**20,
     max_window_bytes: int | None = None,
+    register_windows: bool = False,
 ) -> nn.Module:
     """Shards the training state of `model` over ranks, in place, and returns it.
 
@@ -68,6 +69,8 @@ def shard(
         bucket_bytes: automatic units: small neighbours are merged up to this size.
         max_window_bytes: stage 3: hard limit of the bytes of full parameters at any time, without
             those opened by `gathered` or `state_dict` outside of a forward; None: no limit.
+        register_windows: stage 3: window memory comes from the process group's allocator, which the
+            network may read and write itself (NCCL user-buffer registration).
 
     Raises:
         RuntimeError: if there is no process group, or the model was sharded before.
@@ -88,7 +91,13 @@ def shard(
     options = place = None
     try:
         options = _options(
-            stage, mixed_precision, reshard_after_forward, prefetch, bucket_bytes, max_window_bytes
+            stage,
+            mixed_precision,
+            reshard_after_forward,
+            prefetch,
+            bucket_bytes,
+            max_window_bytes,
+            register_windows,
         )
         if isinstance(model, nn.Module):
             parts = tensor_parallel.parts_of(model, ranks.all)
@@ -130,6 +139,7 @@ def _options(
     prefetch: int,
     bucket_bytes: int,
     max_window_bytes: int | None,
+    register_windows: bool,
 ) -> Options:
     if not _is_stage(stage):
         raise ValueError(f"stage: expected 0, 1, 2 or 3, got {stage!r}")
@@ -157,6 +167,8 @@ def _options(
             "max_window_bytes: expected a positive number of bytes or None, got "
             f"{max_window_bytes!r}"
         )
+    if not isinstance(register_windows, bool):
+        raise ValueError(f"register_windows: expected True or False, got {register_windows!r}")
     return Options(
         stage=stage,
         lifetimes=lifetimes,
@@ -164,6 +176,7 @@ def _options(
         reshard_after_forward=reshard_after_forward is not False,
         prefetch=prefetch,
         max_window_bytes=max_window_bytes or 0,
+        register_windows=register_windows,
     )
 
 

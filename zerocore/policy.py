@@ -36,6 +36,10 @@ STAGES = {
 }
 
 
+# Bytes of buffers up to which collectives of NCCL and HCCL share a launch. A launch costs some tens
+# of microseconds, in which links move about this much: below it, starting is what takes time.
+LAUNCH_BYTES = 4 * 2**20
+
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerocore import _C, registry
+from zerocore import _C, policy, registry
 from zerocore.buffers import Buffers
 from zerocore.groups import Groups, reserve_channels
 from zerocore.policy import Lifetimes, MixedPrecision
@@ -102,6 +102,7 @@ class Options:
     reshard_after_forward: bool
     prefetch: int
     max_window_bytes: int
+    register_windows: bool
 
 
 class Sharded:
@@ -163,6 +164,8 @@ class Sharded:
             reshard_after_forward=options.reshard_after_forward,
             prefetch=options.prefetch,
             max_window_bytes=options.max_window_bytes,
+            register_windows=options.register_windows,
+            launch_bytes=0 if device.type == "cpu" else policy.LAUNCH_BYTES,
             compute_dtype=mixed.param if mixed else None,
             reduce_dtype=(mixed.reduce or mixed.param) if mixed else None,
             accumulate_dtype=mixed.accumulate if mixed else None,

@@ -43,7 +43,10 @@ class Record(NamedTuple):
     unit: str
     elements: int  # of the unit's flat buffers
     phase: str  # forward, backward, idle
-    time: float  # seconds, from an arbitrary start
+    time: float  # seconds on the host, from an arbitrary start
+    # When a launched collective began and ended on the device, in seconds since `time_launches`;
+    # None without it, before the end, and on the CPU.
+    device_times: tuple[float, float] | None
 
 
 class Stats:
@@ -111,6 +114,14 @@ class Stats:
     def log(self) -> list[Record]:
         """The newest events, oldest first."""
         return [Record(*record) for sharded in self._sharded for record in sharded.core.records()]
+
+    def time_launches(self, on: bool = True) -> None:
+        """From now on the log has the times of collectives on the device, taken by events.
+
+        Collectives that are launched together have the same times.
+        """
+        for sharded in self._sharded:
+            sharded.core.time_launches(on)
 
     def reset(self) -> None:
         """Forgets collectives, the log, and the peak of the windows."""

@@ -162,7 +162,7 @@ void Runtime::take_gradients_of(int unit) {
   if (backward_sync_ == Sync::none) return;
   taken_.push_back(unit);
   taken_bytes_ += bytes(unit);
-  if (taken_bytes_ >= transport_->launch_bytes()) launch_reductions();
+  if (taken_bytes_ >= options_.launch_bytes) launch_reductions();
 }
 
 // [Note: reductions behind] Where work is enqueued the host is ahead of the device, and a

@@ -18,6 +18,7 @@ struct Event {
   const char* phase;  // forward, backward, idle
   int unit;           // index of the unit, -1: the whole model
   int64_t elements;   // elements that the collective works on, padding included
+  int64_t launch;     // number of the launch that it is part of; -1: none
 };
 
 struct Record : Event {

@@ -10,13 +10,19 @@ namespace zerocore {
 
 Lease DevicePool::AllocatorMemory::allocate(int64_t bytes) {
   const c10::StreamGuard on(home_);
-  void* data = allocator_->raw_allocate(bytes);
-  return {data, bytes, streams_.here(home_)};
+  if (!allocate_) return {allocator_->raw_allocate(bytes), bytes, streams_.here(home_)};
+  const at::Tensor tensor = allocate_(bytes);
+  allocated_[tensor.data_ptr()] = tensor;
+  return {tensor.data_ptr(), bytes, streams_.here(home_)};
 }
 
 void DevicePool::AllocatorMemory::deallocate(const Lease& block) {
   streams_.wait(home_, block.used, Wait::memory_free);
-  allocator_->raw_deallocate(block.data);
+  if (allocate_) {
+    allocated_.erase(block.data);
+  } else {
+    allocator_->raw_deallocate(block.data);
+  }
 }
 
 std::optional<Lease> DevicePool::try_lease(int64_t bytes, const c10::Stream& user) {

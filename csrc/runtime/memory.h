@@ -4,8 +4,11 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
 
+#include <functional>
+#include <map>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "runtime/pool.h"
 #include "runtime/streams.h"
@@ -16,9 +19,13 @@ namespace zerocore {
 // they are never waited for. Shared by everybody who may return a lease.
 class DevicePool {
  public:
-  // home: the stream that blocks are allocated and freed on.
-  DevicePool(Streams& streams, const c10::Stream& home, int64_t budget)
-      : streams_(streams), memory_(streams, home), pool_(memory_, budget) {}
+  // Gives a 1-D tensor of that many bytes.
+  using Allocate = std::function<at::Tensor(int64_t bytes)>;
+
+  // home: the stream that blocks are allocated and freed on. allocate: where they come from, if not
+  // from the device's allocator.
+  DevicePool(Streams& streams, const c10::Stream& home, int64_t budget, Allocate allocate = {})
+      : streams_(streams), memory_(streams, home, std::move(allocate)), pool_(memory_, budget) {}
 
   Pool& pool() { return pool_; }
   Streams& streams() { return streams_; }
@@ -36,8 +43,11 @@ class DevicePool {
  private:
   class AllocatorMemory : public Memory {
    public:
-    AllocatorMemory(Streams& streams, const c10::Stream& home)
-        : streams_(streams), home_(home), allocator_(c10::GetAllocator(streams.device().type())) {}
+    AllocatorMemory(Streams& streams, const c10::Stream& home, Allocate allocate)
+        : streams_(streams),
+          home_(home),
+          allocator_(c10::GetAllocator(streams.device().type())),
+          allocate_(std::move(allocate)) {}
     Lease allocate(int64_t bytes) override;
     void deallocate(const Lease& block) override;
 
@@ -45,6 +55,8 @@ class DevicePool {
     Streams& streams_;
     const c10::Stream home_;
     c10::Allocator* const allocator_;
+    const Allocate allocate_;
+    std::map<void*, at::Tensor> allocated_;
   };
 
   Streams& streams_;

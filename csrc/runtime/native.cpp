@@ -1,10 +1,15 @@
 // The process group's own collectives, on streams, for NCCL and HCCL.
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/view_as_real.h>
+#include <c10/core/Event.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/StreamGuard.h>
 
+#include <algorithm>
+#include <optional>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -21,11 +26,44 @@ using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 // [Note: launches] A launch is what goes to a communicator in one group call. Every launch costs
 // the process group events and the device a start, so small buffers share one. What is in a launch
 // is decided by sizes and by the order of calls, which are the same on all ranks.
-constexpr int64_t kLaunchBytes = 4 << 20;
-
 struct Launch {
   bool out = false;
   Mark end;
+};
+
+// Events around launches, of the newest ones.
+class Times {
+ public:
+  explicit Times(Streams& streams) : start_(streams.device().type(), kFlag) {
+    start_.record(streams.current());
+  }
+  void begin(int64_t launch, const c10::Stream& stream) {
+    Interval& interval = ring_[launch % kRing];
+    interval.launch = launch;
+    interval.begin.emplace(stream.device_type(), kFlag);
+    interval.end.emplace(stream.device_type(), kFlag);
+    interval.begin->record(stream);
+  }
+  void end(int64_t launch, const c10::Stream& stream) { ring_[launch % kRing].end->record(stream); }
+  std::optional<std::pair<double, double>> of(int64_t launch) const {
+    const Interval& interval = ring_[launch % kRing];
+    if (interval.launch != launch || !interval.end->was_marked_for_recording()) return std::nullopt;
+    if (!interval.end->query()) return std::nullopt;
+    const auto seconds = [&](const c10::Event& event) { return start_.elapsedTime(event) / 1e3; };
+    return std::pair(seconds(*interval.begin), seconds(*interval.end));
+  }
+
+ private:
+  static constexpr c10::EventFlag kFlag = c10::EventFlag::BACKEND_DEFAULT;  // with timing
+  static constexpr int64_t kRing = 4096;
+  struct Interval {
+    int64_t launch = -1;
+    std::optional<c10::Event> begin;
+    std::optional<c10::Event> end;
+  };
+
+  c10::Event start_;
+  std::vector<Interval> ring_ = std::vector<Interval>(kRing);
 };
 
 class LaunchPending : public Pending {
@@ -92,8 +130,6 @@ class NativeTransport : public Transport {
     if (replicate_group_) replicas_ = replicate_group_->getSize();
   }
 
-  int64_t launch_bytes() const override { return kLaunchBytes; }
-
   void begin_launch() override {
     if (depth_++ == 0) launch_ = std::make_shared<Launch>();
   }
@@ -105,19 +141,28 @@ class NativeTransport : public Transport {
     std::vector<Reduction> reductions = std::exchange(reductions_, {});
     const std::shared_ptr<Launch> launch = std::move(launch_);
     launch->out = true;
-    at::NoGradGuard no_grad;
-    const c10::InferenceMode normal(false);
-    if (!windows.empty()) {
-      const c10::StreamGuard on(streams_.gather());
-      gather_all(windows);
-      launch->end = streams_.mark(streams_.gather());
-    }
-    if (!reductions.empty()) {
-      const c10::StreamGuard on(streams_.reduce());
-      reduce_all(reductions);
-      launch->end = streams_.mark(streams_.reduce());
-    }
+    if (!windows.empty()) send(*launch, streams_.gather(), [&] { gather_all(windows); });
+    if (!reductions.empty()) send(*launch, streams_.reduce(), [&] { reduce_all(reductions); });
     return launch->end;
+  }
+
+  void time_launches(bool on) override {
+    times_ = on ? std::make_unique<Times>(streams_) : nullptr;
+  }
+  int64_t launch() const override { return launches_; }
+  std::optional<std::pair<double, double>> times(int64_t launch) const override {
+    return times_ && launch >= 0 ? times_->of(launch) : std::nullopt;
+  }
+
+  at::Tensor allocate(int64_t bytes) override {
+    const c10::Device device = streams_.device();
+    const auto options = at::TensorOptions().dtype(at::kByte).device(device);
+    if (!gather_group_) return at::empty({bytes}, options);
+    const auto backend = gather_group_->getBackend(device.type());
+    TORCH_CHECK_VALUE(backend->supportsTensorAlloc(device.index()), "register_windows: expected a ",
+                      "process group that has memory of its own on ", device, ", got ",
+                      backend->getBackendName(), " without; leave it out");
+    return backend->allocateTensor(bytes, options);
   }
 
   void cancel_launch() override {
@@ -163,6 +208,18 @@ class NativeTransport : public Transport {
   }
 
  private:
+  template <class Collectives>
+  void send(Launch& launch, const c10::Stream& stream, const Collectives& collectives) {
+    const at::NoGradGuard no_grad;
+    const c10::InferenceMode normal(false);
+    const c10::StreamGuard on(stream);
+    const int64_t number = launches_++;
+    if (times_) times_->begin(number, stream);
+    collectives();
+    if (times_) times_->end(number, stream);
+    launch.end = streams_.mark(stream);
+  }
+
   std::unique_ptr<Pending> add(Reduction reduction) {
     begin_launch();
     reductions_.push_back(std::move(reduction));
@@ -194,43 +251,60 @@ class NativeTransport : public Transport {
     return !r.accumulate && !r.partial.defined() && r.out.scalar_type() == r.packed.scalar_type();
   }
 
+  // Group calls want tensors of one dtype.
   void reduce_all(std::vector<Reduction>& reductions) {
-    std::vector<at::Tensor> sums, packed, replicated;
-    for (Reduction& r : reductions) {
-      r.sum = r.packed;
-      if (shards_ > 1) {
-        count("reduce_scatter", r.packed, r.packed.numel() / shards_ * (shards_ - 1));
-        r.sum = direct(r) ? r.out
-                          : DevicePool::empty(buffers_, r.packed.numel() / shards_,
-                                              r.packed.scalar_type(), streams_.reduce());
+    std::vector<c10::ScalarType> dtypes;
+    for (const Reduction& r : reductions) {
+      const c10::ScalarType dtype = r.packed.scalar_type();
+      if (std::find(dtypes.begin(), dtypes.end(), dtype) == dtypes.end()) dtypes.push_back(dtype);
+    }
+    for (c10::ScalarType dtype : dtypes) {
+      std::vector<Reduction*> same;
+      for (Reduction& r : reductions) {
+        if (r.packed.scalar_type() == dtype) same.push_back(&r);
       }
-      packed.push_back(as_real(r.packed));
-      sums.push_back(as_real(r.sum));
-    }
-    if (shards_ > 1) {
-      c10d::ReduceScatterOptions options;
-      options.asyncOp = false;
-      enqueued(scatter_group_->reduce_scatter_single_coalesced(sums, packed, options));
-    }
-    for (size_t i = 0; i < reductions.size(); ++i) {
-      Reduction& r = reductions[i];
-      if (replicas_ == 1 || !r.over_replicas) continue;
-      if (r.partial.defined()) {
-        ops::sum_shards_(r.partial, {r.sum}, /*accumulate=*/true);
-        r.sum.copy_(r.partial);
-      }
-      count("all_reduce", r.sum, 2 * (r.sum.numel() / replicas_) * (replicas_ - 1));
-      replicated.push_back(sums[i]);
-    }
-    if (!replicated.empty()) {
-      c10d::AllreduceCoalescedOptions options;
-      options.asyncOp = false;
-      enqueued(reduce_group_->allreduce_coalesced(replicated, options));
+      scatter_all(same);
+      replicate_all(same);
     }
     for (const Reduction& r : reductions) {
-      if (r.sum.is_same(r.out)) continue;
-      ops::sum_shards_(r.out, {r.sum}, r.accumulate);
+      if (!r.sum.is_same(r.out)) ops::sum_shards_(r.out, {r.sum}, r.accumulate);
     }
+  }
+
+  void scatter_all(const std::vector<Reduction*>& reductions) {
+    std::vector<at::Tensor> sums, packed;
+    for (Reduction* r : reductions) {
+      r->sum = r->packed;
+      if (shards_ == 1) continue;
+      count("reduce_scatter", r->packed, r->packed.numel() / shards_ * (shards_ - 1));
+      const int64_t numel = r->packed.numel() / shards_;
+      r->sum = direct(*r)
+                   ? r->out
+                   : DevicePool::empty(buffers_, numel, r->packed.scalar_type(), streams_.reduce());
+      packed.push_back(as_real(r->packed));
+      sums.push_back(as_real(r->sum));
+    }
+    if (packed.empty()) return;
+    c10d::ReduceScatterOptions options;
+    options.asyncOp = false;
+    enqueued(scatter_group_->reduce_scatter_single_coalesced(sums, packed, options));
+  }
+
+  void replicate_all(const std::vector<Reduction*>& reductions) {
+    std::vector<at::Tensor> sums;
+    for (Reduction* r : reductions) {
+      if (replicas_ == 1 || !r->over_replicas) continue;
+      if (r->partial.defined()) {
+        ops::sum_shards_(r->partial, {r->sum}, /*accumulate=*/true);
+        r->sum.copy_(r->partial);
+      }
+      count("all_reduce", r->sum, 2 * (r->sum.numel() / replicas_) * (replicas_ - 1));
+      sums.push_back(as_real(r->sum));
+    }
+    if (sums.empty()) return;
+    c10d::AllreduceCoalescedOptions options;
+    options.asyncOp = false;
+    enqueued(reduce_group_->allreduce_coalesced(sums, options));
   }
 
   const GroupPtr gather_group_;
@@ -240,6 +314,8 @@ class NativeTransport : public Transport {
   const std::shared_ptr<DevicePool> buffers_;
   Streams& streams_;
   const std::shared_ptr<Log> log_;
+  std::unique_ptr<Times> times_;
+  int64_t launches_ = 0;
   int depth_ = 0;
   std::shared_ptr<Launch> launch_;
   std::vector<at::Tensor> windows_;

@@ -298,6 +298,11 @@ class PairwiseTransport : public Transport {
 
 }  // namespace
 
+at::Tensor Transport::allocate(int64_t) {
+  TORCH_CHECK_VALUE(false, "register_windows: expected NCCL or HCCL, whose process groups have ",
+                    "memory of their own, got gloo; leave it out");
+}
+
 std::unique_ptr<Transport> make_pairwise_transport(const GroupNames& groups,
                                                    std::shared_ptr<DevicePool> buffers,
                                                    std::shared_ptr<Log> log) {

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kRoot = 0;
 
-std::unique_ptr<Transport> make_transport(const RuntimeOptions& options,
+std::shared_ptr<Transport> make_transport(const RuntimeOptions& options,
                                           const std::shared_ptr<DevicePool>& buffers,
                                           const std::shared_ptr<Log>& log) {
   return options.device.is_cpu() ? make_pairwise_transport(options.groups, buffers, log)
@@ -27,16 +27,25 @@ bool needs_grad(const std::vector<at::Tensor>& tensors) {
                      [](const at::Tensor& tensor) { return tensor.requires_grad(); });
 }
 
+std::shared_ptr<DevicePool> make_windows(const RuntimeOptions& options, Streams& streams,
+                                         const std::shared_ptr<Transport>& transport) {
+  DevicePool::Allocate allocate;
+  if (options.register_windows) {
+    allocate = [transport](int64_t bytes) { return transport->allocate(bytes); };
+  }
+  return std::make_shared<DevicePool>(streams, streams.gather(), options.max_window_bytes,
+                                      std::move(allocate));
+}
+
 }  // namespace
 
 Runtime::Runtime(RuntimeOptions options)
     : options_(std::move(options)),
       streams_(Streams::of(options_.device)),
       log_(std::make_shared<Log>()),
-      windows_(
-          std::make_shared<DevicePool>(streams_, streams_.gather(), options_.max_window_bytes)),
       buffers_(std::make_shared<DevicePool>(streams_, streams_.reduce(), /*budget=*/0)),
       transport_(make_transport(options_, buffers_, log_)),
+      windows_(make_windows(options_, streams_, transport_)),
       control_(std::make_unique<Control>(options_.groups.control, log_)) {}
 
 Runtime::~Runtime() = default;
@@ -75,7 +84,7 @@ void Runtime::set_sync(Sync sync) {
 
 void Runtime::seal() {
   scheduler_ = std::make_unique<Scheduler>(*this, units(), options_.prefetch, options_.persistent,
-                                           transport_->launch_bytes());
+                                           options_.launch_bytes);
   reductions_ = std::make_unique<ReduceOrder>(units());
 }
 
@@ -97,7 +106,7 @@ int64_t Runtime::elements(int unit) const {
 }
 
 void Runtime::note(const char* event, const char* kind, int unit, int64_t elements) {
-  log_->add({event, kind, phase_, unit, elements});
+  log_->add({event, kind, phase_, unit, elements, transport_->launch()});
 }
 
 void Runtime::show(int unit, View view) {

@@ -26,6 +26,8 @@ struct RuntimeOptions {
   bool reshard_after_forward = true;  // else the windows of a forward stay for its backward
   int prefetch = 1;                   // units gathered ahead
   int64_t max_window_bytes = 0;       // 0: no limit; at least the root and the largest unit
+  bool register_windows = false;      // window memory comes from the process group
+  int64_t launch_bytes = 0;           // collectives share launches up to this size; 0: they do not
   // Of floating tensors; nothing: the parameters' own.
   std::optional<c10::ScalarType> compute_dtype;
   std::optional<c10::ScalarType> reduce_dtype;
@@ -105,6 +107,8 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   Gradients& gradients(int unit, int index) { return *units_.at(unit)->gradients.at(index); }
   Log& log() { return *log_; }
   Pool& windows() { return windows_->pool(); }
+  Transport& transport() { return *transport_; }
+  const Streams& streams() const { return streams_; }
 
   // Windows, for the scheduler.
   bool start(int unit) override;
@@ -191,9 +195,9 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   const RuntimeOptions options_;
   Streams& streams_;
   std::shared_ptr<Log> log_;
-  std::shared_ptr<DevicePool> windows_;
   std::shared_ptr<DevicePool> buffers_;
-  std::unique_ptr<Transport> transport_;
+  std::shared_ptr<Transport> transport_;
+  std::shared_ptr<DevicePool> windows_;
   std::unique_ptr<Control> control_;
   std::vector<std::unique_ptr<Unit>> units_;
   std::unique_ptr<Scheduler> scheduler_;

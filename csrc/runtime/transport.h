@@ -6,7 +6,9 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "runtime/log.h"
@@ -40,15 +42,24 @@ class Transport {
  public:
   virtual ~Transport() = default;
 
-  // Bytes of buffers below which a collective costs more for starting than for what it moves:
-  // several are better launched together. 0: it makes no difference.
-  virtual int64_t launch_bytes() const { return 0; }
   // Gathers or reductions in between, not both, may go out together, with the end at the latest. On
   // return the mark is their end; empty where the host waits by itself.
   virtual void begin_launch() {}
   virtual Mark end_launch() { return {}; }
   // Instead of the end, where there was an error: what did not go out is forgotten.
   virtual void cancel_launch() {}
+
+  // Whether launches are timed by events on the device, from now on.
+  virtual void time_launches(bool) {}
+  // The number of the launch under way, or of the next one; -1 where there are none.
+  virtual int64_t launch() const { return -1; }
+  // When it began and ended on the device, in seconds since launches are timed; nothing if it was
+  // not timed, is not over, or is too old.
+  virtual std::optional<std::pair<double, double>> times(int64_t) const { return std::nullopt; }
+
+  // Memory that the network may read and write itself, registered by the process group (NCCL user
+  // buffers); bytes, 1-D, on the current stream. Throws if the group has none.
+  virtual at::Tensor allocate(int64_t bytes);
 
   int shards() const { return shards_; }
   int replicas() const { return replicas_; }
