@@ -80,18 +80,18 @@ def test_values(both_gpus, kernels, case):
 
 
 @pytest.mark.parametrize(
-    ("case", "twins", "message"),
+    ("case", "has_twin", "message"),
     [
         (freed_memory, True, "in freed device memory"),
         (host_memory, True, "in no live device or pinned allocation"),
         (plain, False, "no CPU twin of kernel"),
     ],
 )
-def test_wrong_launches_are_found(pool_options, kernels, capfd, case, twins, message):
+def test_wrong_launches_are_found(pool_options, kernels, capfd, case, has_twin, message):
     env = {**pool_options["env"], "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    if not twins:
+    if not has_twin:
         env["CUDA_SIM_TWINS"] = ""
     pool = Pool(1, **{**pool_options, "env": env})
-    assert pool.outcomes(case, kernels)[0].kind == ("died" if twins else "raised")
+    assert pool.outcomes(case, kernels)[0].kind == ("died" if has_twin else "raised")
     pool.close(0.0)
     assert message in capfd.readouterr().err
