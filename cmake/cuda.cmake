@@ -28,3 +28,53 @@ endif()
 foreach(name adamw norm pack reduce)
   add_cpp_test(cuda_${name} zerocore_kernels_emulated)
 endforeach()
+
+# [Note: nvcc] Where nvcc is, it compiles every kernel for the architectures that setup.py builds by default, with
+# warnings as errors, and two tests look at what came out: no kernel spills registers, and all move 16 bytes at a time.
+find_program(NVCC nvcc HINTS ENV CUDA_HOME PATH_SUFFIXES bin)
+if(NOT NVCC)
+  message(STATUS "nvcc: not found; CUDA kernels are not compiled for GPUs")
+  return()
+endif()
+if(ZEROCORE_SANITIZE MATCHES "thread")
+  return() # the build with the other sanitizers does it: once is enough
+endif()
+set(ARCHITECTURES 80 90 100)
+set(NVCC_FLAGS -std=c++17 -O3 -fmad=false -lineinfo -I${CSRC} -Xptxas=-v,-warn-spills -Werror=all-warnings
+               -Xcompiler=-Wall,-Wextra,-Werror,-ffp-contract=off)
+foreach(architecture ${ARCHITECTURES})
+  list(APPEND NVCC_FLAGS -gencode=arch=compute_${architecture},code=sm_${architecture})
+endforeach()
+list(APPEND NVCC_FLAGS -gencode=arch=compute_100,code=compute_100) # for later GPUs
+set(CUDA_OBJECTS)
+foreach(source ${CUDA_SOURCES})
+  get_filename_component(name ${source} NAME_WE)
+  set(object ${CMAKE_CURRENT_BINARY_DIR}/nvcc/${name}.o)
+  string(JOIN " " COMMAND_LINE ${NVCC} ${NVCC_FLAGS} -c ${source} -o ${object})
+  add_custom_command(
+    OUTPUT ${object} ${object}.log
+    COMMAND sh -c "${COMMAND_LINE} > ${object}.log 2>&1 || { cat ${object}.log; exit 1; }"
+    DEPENDS ${source} ${CUDA_HEADERS}
+    VERBATIM)
+  list(APPEND CUDA_OBJECTS ${object})
+endforeach()
+add_custom_target(zerocore_kernels_nvcc ALL DEPENDS ${CUDA_OBJECTS})
+
+list(TRANSFORM CUDA_OBJECTS APPEND .log OUTPUT_VARIABLE CUDA_LOGS)
+add_test(NAME cuda_spills COMMAND ${CMAKE_COMMAND} "-DLOGS=${CUDA_LOGS}" -P ${TESTS}/check_spills.cmake)
+
+# On PyPI: nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm, which it calls.
+get_filename_component(NVCC_FOLDER ${NVCC} DIRECTORY)
+file(GLOB WHEELS ${ROOT}/.venv*/lib/python*/site-packages/nvidia/*/bin)
+find_program(CUOBJDUMP cuobjdump HINTS ${NVCC_FOLDER} ENV CUDA_HOME ${WHEELS} PATH_SUFFIXES bin)
+if(NOT CUOBJDUMP)
+  message(STATUS "cuobjdump: not found; what nvcc made is not checked for 16-byte accesses")
+  return()
+endif()
+get_filename_component(CUOBJDUMP_FOLDER ${CUOBJDUMP} DIRECTORY)
+foreach(object ${CUDA_OBJECTS})
+  get_filename_component(name ${object} NAME_WE)
+  add_test(NAME cuda_sass_${name}
+           COMMAND sh -c "${CUOBJDUMP} -sass ${object} | awk -f ${TESTS}/check_sass.awk")
+  set_tests_properties(cuda_sass_${name} PROPERTIES ENVIRONMENT "PATH=${CUOBJDUMP_FOLDER}:$ENV{PATH}")
+endforeach()

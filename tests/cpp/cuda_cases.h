@@ -53,19 +53,21 @@ void in_every_order(const Function& function) {
 
 // Sizes around accesses, threads and tiles. `large`: more tiles than blocks.
 inline std::vector<int64_t> cuda_sizes(bool large = true) {
-  std::vector<int64_t> out = {0, 1, 15, 17};
   if (kThreadsEngine) {
-    out.push_back(4100);
-    return out;
+    return {4100};
   }
-  for (const int64_t n : {2,   3,   4,    5,    7,    8,    9,    16,   31,   33,  255,
-                          256, 257, 1023, 1025, 2047, 2048, 2049, 4095, 4097, 6151}) {
-    out.push_back(n);
-  }
+  std::vector<int64_t> out = {0,  1,   2,   3,   4,    5,    7,    8,    9,    15,   16,   17,  31,
+                              33, 255, 256, 257, 1023, 1025, 2047, 2048, 2049, 4095, 4097, 6151};
   if (large) {
     out.push_back(70001);
   }
   return out;
+}
+
+// The dtypes that a test combines: one pair is enough to look for races.
+inline std::vector<DType> cuda_dtypes() {
+  return kThreadsEngine ? std::vector<DType>{DType::f32, DType::bf16}
+                        : std::vector<DType>{DType::f32, DType::bf16, DType::f16, DType::f64};
 }
 
 }  // namespace zerocore::test

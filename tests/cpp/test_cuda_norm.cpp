@@ -46,7 +46,7 @@ void check_sum(DType dtype, int64_t n, std::mt19937& random) {
 
 void test_sums() {
   std::mt19937 random(1);
-  for (const DType dtype : kDTypes) {
+  for (const DType dtype : cuda_dtypes()) {
     for (const int64_t n : cuda_sizes()) {
       check_sum(dtype, n, random);
     }
@@ -60,7 +60,7 @@ void test_sums() {
 void test_non_finite_anywhere() {
   const TestQueue queue;
   const int64_t n = kThreadsEngine ? 20 : 20000;
-  for (const DType dtype : kDTypes) {
+  for (const DType dtype : cuda_dtypes()) {
     Buffer x(dtype, n, 1);
     for (int64_t k = 0; k < n; ++k) {
       x.set(k, 1.0);

@@ -68,7 +68,7 @@ void test_sums() {
 void test_many_shards() {
   std::mt19937 random(2);
   for (const int64_t count : {64, 65, static_cast<int>(cuda::kMaxShards)}) {
-    check_sum(DType::bf16, DType::f32, kThreadsEngine ? 17 : 2500, count, true, random);
+    check_sum(DType::bf16, DType::f32, 2500, count, true, random);
     check_sum(DType::bf16, DType::bf16, 300, count, false, random);
   }
 }
@@ -99,9 +99,15 @@ void test_special_values() {
 }  // namespace zerocore::test
 
 int main() {
-  zerocore::test::in_every_order([] {
-    zerocore::test::test_sums();
-    zerocore::test::test_many_shards();
-    zerocore::test::test_special_values();
+  using namespace zerocore::test;
+  if (kThreadsEngine) {  // no barriers: one case is enough
+    std::mt19937 random(1);
+    check_sum(DType::bf16, DType::f32, 4100, 5, true, random);
+    return 0;
+  }
+  in_every_order([] {
+    test_sums();
+    test_many_shards();
+    test_special_values();
   });
 }

@@ -2,9 +2,10 @@
 //
 // Under nvcc this header only defines two macros. Under g++ it defines enough of the CUDA language
 // for kernels to compile as functions, and engines that run a grid of them:
-//   fibers (default)   every CUDA thread is a fiber; blocks are spread over the cores; fast, and
-//   deterministic per order -DCUEMU_THREADS    every CUDA thread is an operating system thread, for
-//   -fsanitize=thread: finds missing barriers
+//   fibers (default)  every CUDA thread is a fiber; blocks are spread over the cores; fast, and
+//                     deterministic per order
+//   -DCUEMU_THREADS   every CUDA thread is an operating system thread, for -fsanitize=thread: finds
+//                     missing barriers
 //
 // Shared memory starts as 0xFF bytes (NaN), divergent barriers and warp collectives abort with a
 // message, and the order in which the threads of a block run can be changed (cuemu::order) to

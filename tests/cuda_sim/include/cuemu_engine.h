@@ -22,8 +22,8 @@ inline Order order = [] {
 constexpr unsigned kWarp = 32;
 
 struct Warp {
-  uint64_t slot[2][kWarp] =
-      {};  // values exchanged by a collective; two sets, since lanes may be one collective apart
+  // Values exchanged by a collective; two sets, since lanes may be one collective apart.
+  uint64_t slot[2][kWarp] = {};
   uint32_t arrived = 0;     // lanes that have reached the current collective
   uint32_t needed = 0;      // lanes that must reach it
   uint64_t generation = 0;  // collectives completed

@@ -57,7 +57,12 @@ inline void __syncthreads() { cuemu::sync_threads(); }
 inline void __syncwarp(unsigned mask = ~0u) {
   cuemu::warp_exchange(mask, 0, [](uint64_t*) { return uint64_t(0); });
 }
+#ifdef CUEMU_THREADS
+inline void __threadfence() {
+}  // blocks run one after the other, and ThreadSanitizer knows no fences
+#else
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+#endif
 inline void __threadfence_block() { __threadfence(); }
 inline void __threadfence_system() { __threadfence(); }
 
