@@ -191,11 +191,7 @@ void Runtime::launch_reductions() {
   taken_bytes_ = 0;
   if (!streams_.asynchronous()) return;
   in_flight_.emplace_back(end, std::move(held));
-  let_go_of_gradients(kLaunchesInFlight);
-}
-
-void Runtime::let_go_of_gradients(size_t left) {
-  for (; in_flight_.size() > left; in_flight_.pop_front()) {
+  for (; in_flight_.size() > kLaunchesInFlight; in_flight_.pop_front()) {
     streams_.wait(streams_.current(), in_flight_.front().first, Wait::gradients_packed);
   }
 }
@@ -220,7 +216,7 @@ void Runtime::end_backward() {
       }
       if (state.issued) note("done", "reduce", unit, elements(unit));
     }
-    let_go_of_gradients(0);
+    in_flight_.clear();
     if (!order_agreed_) adopt_observed_order();
   } else {
     for (auto& unit : units_) {
@@ -359,7 +355,7 @@ void Runtime::abandon_backward() {
     unit->in_backward = false;
     for (auto& gradients : unit->gradients) gradients->abandon();
   }
-  let_go_of_gradients(0);
+  in_flight_.clear();
   scheduler_->release_all();
   show_all(View::shard);
   in_backward_ = false;

@@ -174,7 +174,6 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   void end_backward();
   void take_gradients_of(int unit);
   void launch_reductions();
-  void let_go_of_gradients(size_t left);
   void finish_backward_of(int unit);
   // What ranks tell each other at the end of a backward: see [Note: agreement].
   struct Agreement {
