@@ -21,11 +21,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Linters are pinned: their next version finds other things. The rest takes what fits torch.
 BUILD_TOOLS := numpy pybind11 ninja "setuptools>=77" wheel
+# They show what nvcc made of the kernels.
+CUDA_TOOLS := nvidia-cuda-cuobjdump==13.2.51 nvidia-cuda-nvdisasm==13.2.51
 TEST_TOOLS := pytest ruff==0.17.6 clang-format==23.1.5
 CMAKE_TOOL := $(if $(shell command -v cmake),,cmake)
 REQUIREMENTS := $(TORCH) $(BUILD_TOOLS) $(TEST_TOOLS) $(CMAKE_TOOL)
 # cuobjdump tells what an extension holds for GPUs.
-CUDA_REQUIREMENTS := $(TORCH_CUDA) $(BUILD_TOOLS) pytest nvidia-cuda-cuobjdump==13.2.51
+CUDA_REQUIREMENTS := $(TORCH_CUDA) $(BUILD_TOOLS) pytest $(CUDA_TOOLS)
 
 CPP := $(sort $(shell find csrc tests -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh'))
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node $(RANKS)

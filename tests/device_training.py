@@ -374,16 +374,16 @@ class TwoDtypes(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.first = torch.nn.Linear(8, 8)
-        self.second = torch.nn.Linear(8, 4).double()
+        self.second = torch.nn.Linear(8, 4).bfloat16()
         self.first.bias.requires_grad_(False)
 
     def forward(self, x):
-        return self.second(self.first(x).double()).float()
+        return self.second(self.first(x).bfloat16()).float()
 
 
 def two_dtypes(stage):
     torch.manual_seed(0)
-    model = zerocore.shard(TwoDtypes().to(device_of_ranks()), stage, units=[])
+    model = zerocore.shard(TwoDtypes().to(device_of_ranks()), stage)
     opt = OPTIMIZERS["sgd"](model.parameters())
     losses = []
     for step in range(3):
@@ -464,9 +464,13 @@ def loss_of_variant(model, step):
     return loss_of(model, batch("transformer", step))
 
 
-def variant(make, first):
+def variant(make, first, launch_bytes):
     """A training whose streams are made to run in an order: `first` is gather, reduce or None."""
-    model = make()
+    before, policy.LAUNCH_BYTES = policy.LAUNCH_BYTES, launch_bytes
+    try:
+        model = make()
+    finally:
+        policy.LAUNCH_BYTES = before
     gather, reduce = (
         torch.Stream(stream_id=stream, device_index=index, device_type=kind)
         for stream, index, kind in registry.require_sharded(model, "test")[0].core.streams()
@@ -486,19 +490,18 @@ def variant(make, first):
 
 
 STREAMS = (None, "gather", "reduce")
-VARIANTS = [(make, first) for make in (transformer, pyramid) for first in STREAMS]
+# One launch for each unit, so that there are many; and one for all.
+VARIANTS = [(make, first, 1) for make in (transformer, pyramid) for first in STREAMS]
+VARIANTS.append((transformer, None, 2**22))
 
 
-def variants(left_out=None, launch_bytes=1):
+def variants(left_out=None):
     """Results of all variants, without one kind of wait."""
-    before = policy.LAUNCH_BYTES
-    policy.LAUNCH_BYTES = launch_bytes
     if left_out is not None:
         _C.leave_out_wait(_C.WAITS[left_out], True)
     try:
         return [variant(*which) for which in VARIANTS]
     finally:
-        policy.LAUNCH_BYTES = before
         if left_out is not None:
             _C.leave_out_wait(_C.WAITS[left_out], False)
         torch.accelerator.synchronize()
@@ -517,9 +520,13 @@ def right_variants(devices):
     return devices(2, variants)
 
 
-def test_launches_change_no_bits(devices, right_variants):
-    for found, right in zip(devices(2, variants, None, 2**22), right_variants, strict=True):
-        assert all(map(is_same, found, right))
+def test_launches_and_orders_change_no_bits(right_variants):
+    for results in right_variants:
+        of = {
+            make: [r for r, v in zip(results, VARIANTS, strict=True) if v[0] is make]
+            for make in (transformer, pyramid)
+        }
+        assert all(is_same(r, same[0]) for same in of.values() for r in same)
 
 
 @pytest.mark.parametrize("wait", _C.WAITS)
