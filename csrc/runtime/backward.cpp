@@ -162,18 +162,20 @@ void Runtime::take_gradients_of(int unit) {
   if (backward_sync_ == Sync::none) return;
   taken_.push_back(unit);
   taken_bytes_ += bytes(unit);
-  if (taken_bytes_ >= options_.launch_bytes) launch_reductions();
+  // Less than gathers share: full gradients wait for it.
+  if (taken_bytes_ >= options_.launch_bytes / 4) launch_reductions();
 }
 
-// [Note: reductions behind] Where work is enqueued the host is ahead of the device, and a
-// gradient's memory may not be used again before it was packed. So it is held here until the
-// computation has waited for that: for the launch before the last one, which is done by then if the
-// network keeps up, and which bounds the memory if it does not.
-constexpr size_t kLaunchesInFlight = 2;
-
+// [Note: reductions behind] Where work is enqueued the host is ahead of the device, and the memory
+// of a gradient may not be used again before it was packed. So it is held here until the
+// computation has waited for that, which it does before the next launch: the packing is over by
+// then, unless the network does not keep up (a packing starts when the reduction before it has
+// ended), and then the wait is what bounds the memory.
 void Runtime::launch_reductions() {
   if (taken_.empty()) return;
   streams_.wait(streams_.reduce(), streams_.here(streams_.current()), Wait::gradients_ready);
+  if (packing_) streams_.wait(streams_.current(), packing_->first, Wait::gradients_packed);
+  packing_.reset();
   std::vector<at::Tensor> held;
   transport_->begin_launch();
   try {
@@ -187,13 +189,9 @@ void Runtime::launch_reductions() {
     transport_->cancel_launch();
     throw;
   }
-  const Mark end = transport_->end_launch();
+  if (streams_.asynchronous()) packing_.emplace(streams_.mark(streams_.reduce()), std::move(held));
+  transport_->end_launch();
   taken_bytes_ = 0;
-  if (!streams_.asynchronous()) return;
-  in_flight_.emplace_back(end, std::move(held));
-  for (; in_flight_.size() > kLaunchesInFlight; in_flight_.pop_front()) {
-    streams_.wait(streams_.current(), in_flight_.front().first, Wait::gradients_packed);
-  }
 }
 
 void Runtime::end_backward() {
@@ -216,7 +214,7 @@ void Runtime::end_backward() {
       }
       if (state.issued) note("done", "reduce", unit, elements(unit));
     }
-    in_flight_.clear();
+    packing_.reset();
     if (!order_agreed_) adopt_observed_order();
   } else {
     for (auto& unit : units_) {
@@ -355,7 +353,7 @@ void Runtime::abandon_backward() {
     unit->in_backward = false;
     for (auto& gradients : unit->gradients) gradients->abandon();
   }
-  in_flight_.clear();
+  packing_.reset();
   scheduler_->release_all();
   show_all(View::shard);
   in_backward_ = false;

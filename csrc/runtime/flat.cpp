@@ -287,7 +287,6 @@ void Flat::slot_written() {
 bool Flat::start_gather() {
   at::NoGradGuard no_grad;
   const c10::Stream stream = windows_->streams().gather();
-  const c10::StreamGuard on(stream);
   if (!options_.persistent) {
     const std::optional<Lease> lease = windows_->try_lease(window_bytes(), stream);
     if (!lease) return false;
@@ -296,6 +295,7 @@ bool Flat::start_gather() {
     storage->set_data_ptr_noswap(c10::DataPtr(lease_.data, window_.device()));
     storage->clear_data_ptr_access_error_msg_();
   }
+  const c10::StreamGuard on(stream);
   drain();
   if (!shard_is_slot_ && !slot().defined()) own_slot(window_).copy_(shard_);
   gather_ = transport_.all_gather(window_, channel_);

@@ -1,6 +1,7 @@
 #include "runtime/gradients.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/StreamGuard.h>
 
@@ -114,9 +115,11 @@ void Gradients::adopt(int64_t i, const at::Tensor& grad) {
 
 // A sum over ranks, if it is not there yet.
 void Gradients::make(at::Tensor& sum) const {
-  if (sum.defined()) return;
-  sum =
-      at::zeros({flat_.layout().shard_numel()}, flat_.shard().options().dtype(dtypes_.accumulate));
+  if (!sum.defined()) sum = at::zeros({flat_.layout().shard_numel()}, sum_options());
+}
+
+at::TensorOptions Gradients::sum_options() const {
+  return flat_.shard().options().dtype(dtypes_.accumulate);
 }
 
 // ---- in a backward ---------------------------------------------------------------------------
@@ -202,7 +205,8 @@ void Gradients::take_for_reduction() {
 
 // Makes `sum` ready for what this backward adds; whether there is anything to add to.
 bool Gradients::prepare(at::Tensor& sum, Kept kept) {
-  make(sum);
+  // All of it is written by the reduction.
+  if (!sum.defined()) sum = at::empty({flat_.layout().shard_numel()}, sum_options());
   if (std::exchange(reduced_, true)) return true;
   if (!any_counts(kept)) return false;
   for (int64_t i = 0; i < flat_.size(); ++i) {
@@ -311,6 +315,15 @@ bool Gradients::cleared() {
     }
   }
   return false;
+}
+
+void Gradients::free_cleared() {
+  if (!main_.defined()) return;
+  for (int64_t i = 0; i < flat_.size(); ++i) {
+    if (flat_.param(i).grad().defined() || slots_[i].shown.lock()) return;
+  }
+  for (Slot& slot : slots_) slot.main_counts = false;
+  main_ = at::Tensor();
 }
 
 void Gradients::require_reduced() const {

@@ -60,6 +60,8 @@ class Gradients {
   void abandon();
   // Whether gradients that finish() showed were cleared since; true once for each finish().
   bool cleared();
+  // Lets go of the memory of gradients that were cleared (set to None).
+  void free_cleared();
   // Whether gradients were shown, and not seen to be cleared.
   bool shown() const { return finished_; }
 
@@ -95,6 +97,7 @@ class Gradients {
   void copy_replaced(int64_t i, at::Tensor own, const at::Tensor& grad) const;
   void adopt(int64_t i, const at::Tensor& grad);
   void make(at::Tensor& sum) const;
+  at::TensorOptions sum_options() const;
   ops::OptionalTensors take_fresh();
   void add_locally();
   void take_for_reduction();

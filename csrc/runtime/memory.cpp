@@ -9,15 +9,17 @@
 namespace zerocore {
 
 Lease DevicePool::AllocatorMemory::allocate(int64_t bytes) {
-  const c10::StreamGuard on(home_);
-  if (!allocate_) return {allocator_->raw_allocate(bytes), bytes, streams_.here(home_)};
+  const c10::StreamGuard on(home_.value_or(streams_.current()));
+  // Whoever is given this stream's memory next uses it after what the stream was given.
+  const Point here = moment.value_or(streams_.here(streams_.current()));
+  if (!allocate_) return {allocator_->raw_allocate(bytes), bytes, here, here.stream};
   const at::Tensor tensor = allocate_(bytes);
   allocated_[tensor.data_ptr()] = tensor;
-  return {tensor.data_ptr(), bytes, streams_.here(home_)};
+  return {tensor.data_ptr(), bytes, here, here.stream};
 }
 
 void DevicePool::AllocatorMemory::deallocate(const Lease& block) {
-  streams_.wait(home_, block.used, Wait::memory_free);
+  streams_.wait(block.home, block.used, Wait::memory_free);
   if (allocate_) {
     allocated_.erase(block.data);
   } else {

@@ -15,17 +15,26 @@
 
 namespace zerocore {
 
-// A pool over the device's own allocator, whose blocks belong to one stream: used on that one alone
-// they are never waited for. Shared by everybody who may return a lease.
+// A pool over the device's own allocator, whose blocks are allocated for one stream: used on that
+// one alone they are never waited for. Shared by everybody who may return a lease.
 class DevicePool {
  public:
   // Gives a 1-D tensor of that many bytes.
   using Allocate = std::function<at::Tensor(int64_t bytes)>;
 
-  // home: the stream that blocks are allocated and freed on. allocate: where they come from, if not
-  // from the device's allocator.
-  DevicePool(Streams& streams, const c10::Stream& home, int64_t budget, Allocate allocate = {})
-      : streams_(streams), memory_(streams, home, std::move(allocate)), pool_(memory_, budget) {}
+  // home: the stream that blocks are allocated for; nothing: the one that is current then.
+  // allocate: where blocks come from, if not from the device's allocator: that of a device with
+  // streams keeps memory itself, and others can use it meanwhile, so the pool keeps none of it.
+  DevicePool(Streams& streams, std::optional<c10::Stream> home, int64_t budget,
+             Allocate allocate = {})
+      : streams_(streams),
+        memory_(streams, home, std::move(allocate)),
+        pool_(memory_, budget, !streams.asynchronous() || memory_.is_foreign()) {}
+
+  // From now on, until the next call, the calling thread enqueues nothing but for leased blocks:
+  // they are all free from one moment on, which is waited for once.
+  void begin_moment() { memory_.moment = streams_.here(streams_.current()); }
+  void end_moment() { memory_.moment.reset(); }
 
   Pool& pool() { return pool_; }
   Streams& streams() { return streams_; }
@@ -43,17 +52,20 @@ class DevicePool {
  private:
   class AllocatorMemory : public Memory {
    public:
-    AllocatorMemory(Streams& streams, const c10::Stream& home, Allocate allocate)
+    AllocatorMemory(Streams& streams, std::optional<c10::Stream> home, Allocate allocate)
         : streams_(streams),
           home_(home),
           allocator_(c10::GetAllocator(streams.device().type())),
           allocate_(std::move(allocate)) {}
     Lease allocate(int64_t bytes) override;
     void deallocate(const Lease& block) override;
+    bool is_foreign() const { return static_cast<bool>(allocate_); }
+
+    std::optional<Point> moment;
 
    private:
     Streams& streams_;
-    const c10::Stream home_;
+    const std::optional<c10::Stream> home_;
     c10::Allocator* const allocator_;
     const Allocate allocate_;
     std::map<void*, at::Tensor> allocated_;

@@ -134,8 +134,8 @@ class NativeTransport : public Transport {
     if (depth_++ == 0) launch_ = std::make_shared<Launch>();
   }
 
-  Mark end_launch() override {
-    if (--depth_ > 0) return {};
+  void end_launch() override {
+    if (--depth_ > 0) return;
     // Even if one of the calls throws, nothing stays for the next launch.
     const std::vector<at::Tensor> windows = std::exchange(windows_, {});
     std::vector<Reduction> reductions = std::exchange(reductions_, {});
@@ -143,7 +143,6 @@ class NativeTransport : public Transport {
     launch->out = true;
     if (!windows.empty()) send(*launch, streams_.gather(), [&] { gather_all(windows); });
     if (!reductions.empty()) send(*launch, streams_.reduce(), [&] { reduce_all(reductions); });
-    return launch->end;
   }
 
   void time_launches(bool on) override {
@@ -277,10 +276,7 @@ class NativeTransport : public Transport {
       r->sum = r->packed;
       if (shards_ == 1) continue;
       count("reduce_scatter", r->packed, r->packed.numel() / shards_ * (shards_ - 1));
-      const int64_t numel = r->packed.numel() / shards_;
-      r->sum = direct(*r)
-                   ? r->out
-                   : DevicePool::empty(buffers_, numel, r->packed.scalar_type(), streams_.reduce());
+      r->sum = direct(*r) ? r->out : place_for_sum(r->packed);
       packed.push_back(as_real(r->packed));
       sums.push_back(as_real(r->sum));
     }
@@ -288,6 +284,13 @@ class NativeTransport : public Transport {
     c10d::ReduceScatterOptions options;
     options.asyncOp = false;
     enqueued(scatter_group_->reduce_scatter_single_coalesced(sums, packed, options));
+  }
+
+  // NCCL reduces in place, into the own slot; HCCL is not known to.
+  at::Tensor place_for_sum(const at::Tensor& packed) const {
+    if (packed.is_cuda()) return slot(packed, shards_, shard_rank_);
+    return DevicePool::empty(buffers_, packed.numel() / shards_, packed.scalar_type(),
+                             streams_.reduce());
   }
 
   void replicate_all(const std::vector<Reduction*>& reductions) {

@@ -41,8 +41,12 @@ Lease Pool::allocate(int64_t bytes) {
 
 void Pool::release(const Lease& lease) {
   std::lock_guard<std::mutex> lock(mutex_);
-  free_.push_back(lease);
   leased_ -= lease.bytes;
+  if (!keep_) {
+    memory_.deallocate(lease);
+    return;
+  }
+  free_.push_back(lease);
   kept_ += lease.bytes;
 }
 

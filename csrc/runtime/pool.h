@@ -14,7 +14,8 @@ namespace zerocore {
 struct Lease {
   void* data = nullptr;
   int64_t bytes = 0;
-  Point used;  // the last use of the memory: what is enqueued for it next starts after it
+  Point used;     // the last use of the memory: what is enqueued for it next starts after it
+  int home = -1;  // the stream that it was allocated for
 };
 
 // Where a pool takes its blocks from.
@@ -33,8 +34,9 @@ class Memory {
 // Thread-safe.
 class Pool {
  public:
-  // budget: bytes; 0 means no limit.
-  Pool(Memory& memory, int64_t budget) : memory_(memory), budget_(budget) {}
+  // budget: bytes; 0 means no limit. keep: blocks are kept; else they go back at once.
+  Pool(Memory& memory, int64_t budget, bool keep = true)
+      : memory_(memory), budget_(budget), keep_(keep) {}
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
@@ -58,6 +60,7 @@ class Pool {
 
   Memory& memory_;
   const int64_t budget_;
+  const bool keep_;
   mutable std::mutex mutex_;
   std::list<Lease> free_;  // oldest first
   int64_t leased_ = 0;

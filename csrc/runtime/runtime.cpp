@@ -33,7 +33,8 @@ std::shared_ptr<DevicePool> make_windows(const RuntimeOptions& options, Streams&
   if (options.register_windows) {
     allocate = [transport](int64_t bytes) { return transport->allocate(bytes); };
   }
-  return std::make_shared<DevicePool>(streams, streams.gather(), options.max_window_bytes,
+  // For the stream that computes: it uses them last, so they need no wait on their way back.
+  return std::make_shared<DevicePool>(streams, std::nullopt, options.max_window_bytes,
                                       std::move(allocate));
 }
 
@@ -118,6 +119,21 @@ void Runtime::show_all(View view) {
 }
 
 // ---- windows, for the scheduler --------------------------------------------------------------
+
+void Runtime::begin_launch() {
+  windows_->begin_moment();
+  transport_->begin_launch();
+}
+
+void Runtime::end_launch() {
+  transport_->end_launch();
+  windows_->end_moment();
+}
+
+void Runtime::cancel_launch() {
+  transport_->cancel_launch();
+  windows_->end_moment();
+}
 
 bool Runtime::start(int unit) {
   auto& flats = units_[unit]->flats;
@@ -251,6 +267,7 @@ void Runtime::notice_changes() {
   for (const auto& unit : units_) {
     for (size_t f = 0; f < unit->flats.size(); ++f) {
       unit->flats[f]->adopt_replaced();
+      if (streams_.asynchronous()) unit->gradients[f]->free_cleared();
       if (options_.persistent && unit->gradients[f]->cleared()) unit->flats[f]->invalidate();
     }
   }

@@ -4,9 +4,9 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
 
-#include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -114,9 +114,9 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   bool start(int unit) override;
   void finish(int unit) override;
   void release(int unit) override;
-  void begin_launch() override { transport_->begin_launch(); }
-  void end_launch() override { transport_->end_launch(); }
-  void cancel_launch() override { transport_->cancel_launch(); }
+  void begin_launch() override;
+  void end_launch() override;
+  void cancel_launch() override;
   int64_t bytes(int unit) const override;
   [[noreturn]] void no_room(int unit) override;
 
@@ -218,8 +218,8 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   // Units whose gradients were taken and wait for the next launch; bytes of their flat buffers.
   std::vector<int> taken_;
   int64_t taken_bytes_ = 0;
-  // Gradients of launches that the computation has not waited for.
-  std::deque<std::pair<Mark, std::vector<at::Tensor>>> in_flight_;
+  // The gradients of the newest launch, and the end of their packing.
+  std::optional<std::pair<Mark, std::vector<at::Tensor>>> packing_;
   bool order_agreed_ = false;
   const char* phase_ = "idle";
 };

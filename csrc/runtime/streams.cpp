@@ -91,16 +91,18 @@ Mark Streams::mark(const c10::Stream& stream) {
 }
 
 void Streams::wait(const c10::Stream& waiter, const Point& point, Wait why) {
+  wait(here(waiter).stream, point, why);
+}
+
+void Streams::wait(int waiter, const Point& point, Wait why) {
   std::shared_ptr<c10::Event> event;  // outlives the lock: its end takes it
   std::lock_guard<std::mutex> lock(mutex_);
-  const int at = index(waiter);
-  if (clock_.knows(at, point) || is_left_out(why)) return;
-  const c10::Stream& stream = known_.at(point.stream);
+  if (clock_.knows(waiter, point) || is_left_out(why)) return;
   event = this->event();
-  event->record(stream);
-  event->block(waiter);
+  event->record(known_.at(point.stream));
+  event->block(known_.at(waiter));
   clock_.now(point.stream);
-  clock_.learn(at, Clock::Row(clock_.row(point.stream)));
+  clock_.learn(waiter, Clock::Row(clock_.row(point.stream)));
 }
 
 void Streams::wait(const c10::Stream& waiter, const Mark& mark, Wait why) {

@@ -29,8 +29,7 @@ namespace zerocore {
 //   2 window_ready       a module starts after the gather of its window
 //   3 window_free        a gather starts after the last use of the memory that it writes to
 //   4 gradients_ready    a packing starts after the backward that made the gradients
-//   5 gradients_packed   the memory of gradients is let go of after they were packed; this also
-//                        bounds how far reductions may fall behind
+//   5 gradients_packed   the memory of gradients is let go of after they were packed
 //   6 gradients_reduced  whatever follows a backward starts after its reductions
 //     shards_read        a write to shards starts after the gathers that read them
 //     memory_free        memory goes back to the device's allocator after its last use
@@ -74,6 +73,7 @@ class Streams {
 
   // What `waiter` is given next starts after the point. `why` names the wait for tests.
   void wait(const c10::Stream& waiter, const Point& point, Wait why);
+  void wait(int waiter, const Point& point, Wait why);  // a Point's stream
   void wait(const c10::Stream& waiter, const Mark& mark, Wait why);
 
   // For tests: waits of this kind are left out from now on, to show that each is needed.

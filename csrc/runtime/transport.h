@@ -42,10 +42,9 @@ class Transport {
  public:
   virtual ~Transport() = default;
 
-  // Gathers or reductions in between, not both, may go out together, with the end at the latest. On
-  // return the mark is their end; empty where the host waits by itself.
+  // Gathers or reductions in between, not both, may go out together, with the end at the latest.
   virtual void begin_launch() {}
-  virtual Mark end_launch() { return {}; }
+  virtual void end_launch() {}
   // Instead of the end, where there was an error: what did not go out is forgotten.
   virtual void cancel_launch() {}
 

@@ -30,7 +30,7 @@ class CountedMemory : public Memory {
     held_ += bytes;
     most_ = std::max(most_, held_);
     ++allocations_;
-    return {block, bytes, {}};
+    return {block, bytes, {}, -1};
   }
   void deallocate(const Lease& block) override {
     CHECK_EQ(blocks_.count(block.data), 1u);
@@ -76,6 +76,19 @@ void test_blocks_are_used_again() {
   pool.trim();
   CHECK_EQ(pool.kept(), 0);
   CHECK_EQ(memory.held(), 0);
+}
+
+void test_blocks_that_are_not_kept() {
+  CountedMemory memory;
+  Pool pool(memory, 0, /*keep=*/false);
+  const Lease a = *pool.try_lease(100);
+  const Lease b = *pool.try_lease(100);
+  pool.release(a);
+  CHECK_EQ(memory.held(), 100);
+  CHECK_EQ(pool.kept(), 0);
+  pool.release(b);
+  CHECK_EQ(memory.held(), 0);
+  CHECK_EQ(pool.peak(), 200);
 }
 
 void test_budget() {
@@ -169,6 +182,7 @@ void test_threads(int64_t budget) {
 
 int main() {
   zerocore::test::test_blocks_are_used_again();
+  zerocore::test::test_blocks_that_are_not_kept();
   zerocore::test::test_budget();
   zerocore::test::test_kept_blocks_make_room_where_memory_is_out();
   zerocore::test::test_threads(0);
