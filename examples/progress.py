@@ -6,6 +6,8 @@ import time
 import torch
 import torch.distributed as dist
 
+import zerocore
+
 
 def say(line: str) -> None:
     """Prints on rank 0 at once, also into a pipe."""
@@ -15,7 +17,7 @@ def say(line: str) -> None:
 
 def average(value: float) -> float:
     """The mean of every rank's value, the same on all of them."""
-    total = torch.tensor(value, dtype=torch.float64)
+    total = torch.tensor(value, device=zerocore.backend().device)
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
 

@@ -6,6 +6,7 @@ One process alone works too: python examples/train_gpt.py
 """
 
 import math
+import os
 import time
 from argparse import Namespace
 from collections import Counter
@@ -28,10 +29,13 @@ import zerocore
 def main() -> None:
     """Reads the options and the text, then trains on every rank."""
     options, data = parse_options()
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = zerocore.backend().name  # nccl on GPUs, hccl on NPUs, else gloo
     if dist.is_torchelastic_launched():
-        dist.init_process_group("gloo")
+        dist.init_process_group(backend)
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         run(options, data)
     finally:
@@ -134,7 +138,7 @@ def accumulate_gradients(
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean loss in nats of logits [batch, seq, 256] against the bytes [batch, seq]."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten().to(logits.device))
 
 
 def learning_rate_factor(step: int, options: Namespace) -> float:
@@ -189,7 +193,7 @@ def show_sample(model: GPT, options: Namespace) -> None:
         context = torch.tensor(written[-options.seq :])
         logits = model(context[None])[0, -1]
         # Somewhat surer than the model is: the bytes that it thinks unlikely are mostly wrong.
-        likely = torch.softmax(logits.float() / 0.8, dim=-1)
+        likely = torch.softmax(logits.float().cpu() / 0.8, dim=-1)
         written.append(torch.multinomial(likely, 1, generator=generator).item())
     model.train()
     sample = bytes(written).decode(errors="replace").replace("\0", "\n<end of file>\n")

@@ -7,6 +7,9 @@ of its own) may differ in bits.
 """
 
 import contextlib
+import math
+import sys
+from pathlib import Path
 
 import models
 import pytest
@@ -19,6 +22,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zerocore
 from zerocore import _C, policy, registry
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "gpt.py"
+sys.path.append(str(EXAMPLE.parent))
+from gpt import GPT, Block  # noqa: E402
 
 STAGES = [0, 1, 2, 3]
 BF16 = zerocore.MixedPrecision(param=torch.bfloat16)
@@ -368,6 +375,37 @@ def test_the_same_collectives_are_counted(both, stage):
     assert device == cpu and device[0]
 
 
+def example(stage, precision):
+    """Losses of 20 steps of the example's model on bytes of its own source."""
+    torch.manual_seed(0)
+    model = GPT(layers=3, dim=32, heads=2, seq=32)
+    zerocore.shard(model, stage, units=[Block], mixed_precision=precision)
+    opt = zerocore.AdamW(model.parameters(), lr=3e-3, max_grad_norm=1.0)
+    text = torch.tensor(list(EXAMPLE.read_bytes()))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(20):
+        starts = torch.randint(len(text) - 33, (4,), generator=generator)
+        part = torch.stack([text[i : i + 33] for i in starts]).to(device_of_ranks())
+        with sdpa_kernel(SDPBackend.MATH):
+            logits = model(part[:, :-1]).float()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten())
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses).cpu()
+
+
+@pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_example_learns_as_on_the_cpu(both, stage, precision):
+    cpu, device = both(2, example, stage, precision)
+    for expected, found in zip(cpu, device, strict=True):
+        assert expected[-1] < 0.8 * expected[0]
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
 class TwoDtypes(torch.nn.Module):
     """Parameters of two dtypes and a frozen one, in one unit."""
 
@@ -432,11 +470,11 @@ def test_launches_are_timed(devices, stage):
 # go wrong. A simulated device runs enqueued work late, when something demands it; so a variant says
 # what is demanded first, before anything that it has to wait for has run by itself.
 class Pyramid(torch.nn.Module):
-    """Units of different sizes: the pool gives blocks back to the allocator and takes others."""
+    """Units of different sizes, and some of the same."""
 
     def __init__(self):
         super().__init__()
-        widths = [8, 40, 16, 72, 24, 56, 8]
+        widths = [8, 40, 16, 72, 24, 56, 8, 8, 8, 8, 8]
         self.layers = torch.nn.ModuleList(
             torch.nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)
         )
@@ -447,10 +485,44 @@ class Pyramid(torch.nn.Module):
         return x
 
 
-def pyramid():
+class Branches(torch.nn.Module):
+    """Two units, of which one computes on a stream of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = torch.nn.Linear(8, 32), torch.nn.Linear(8, 32)
+        self.side = torch.Stream(device_of_ranks())
+        self.alive = []  # what one stream made and the other reads
+
+    def forward(self, x):
+        main = torch.accelerator.current_stream()
+        self.side.wait_stream(main)
+        with self.side:
+            other = self.other(x)
+        one = self.one(x)  # the other's window is given back for it
+        self.alive += [x, other]
+        # As large as that window, and enough to be given its memory, if it can be had.
+        junk = [torch.full((288,), math.nan, device=x.device) for _ in range(100)]
+        main.wait_stream(self.side)
+        del junk
+        return one + other
+
+
+def small(kind, stage=3):
     torch.manual_seed(0)
-    model = Pyramid().to(device_of_ranks())
-    return zerocore.shard(model, 3, units=[torch.nn.Linear])
+    return zerocore.shard(kind().to(device_of_ranks()), stage, units=[torch.nn.Linear])
+
+
+def pyramid():
+    return small(Pyramid)
+
+
+def resident():
+    return small(Pyramid, stage=2)
+
+
+def branches():
+    return small(Branches)
 
 
 def transformer():
@@ -458,7 +530,7 @@ def transformer():
 
 
 def loss_of_variant(model, step):
-    if isinstance(model, Pyramid):
+    if isinstance(model, Pyramid | Branches):
         torch.manual_seed(10 * step + dist.get_rank())
         return model(torch.randn(4, 8)).square().mean()
     return loss_of(model, batch("transformer", step))
@@ -493,6 +565,8 @@ STREAMS = (None, "gather", "reduce")
 # One launch for each unit, so that there are many; and one for all.
 VARIANTS = [(make, first, 1) for make in (transformer, pyramid) for first in STREAMS]
 VARIANTS.append((transformer, None, 2**22))
+VARIANTS.append((resident, "gather", 1))
+VARIANTS.append((branches, "gather", 1))
 
 
 def variants(left_out=None):
@@ -514,6 +588,12 @@ def is_same(one, other):
     )
 
 
+@pytest.fixture
+def may_hide():
+    """Waits that this kind of device does not show to be needed."""
+    return ()
+
+
 @pytest.fixture(scope="module")
 def right_variants(devices):
     """What the variants give with all waits."""
@@ -522,18 +602,16 @@ def right_variants(devices):
 
 def test_launches_and_orders_change_no_bits(right_variants):
     for results in right_variants:
-        of = {
-            make: [r for r, v in zip(results, VARIANTS, strict=True) if v[0] is make]
-            for make in (transformer, pyramid)
-        }
-        assert all(is_same(r, same[0]) for same in of.values() for r in same)
+        for make in (transformer, pyramid):
+            same = [r for r, v in zip(results, VARIANTS, strict=True) if v[0] is make]
+            assert all(is_same(r, same[0]) for r in same)
 
 
 @pytest.mark.parametrize("wait", _C.WAITS)
-def test_every_wait_between_streams_is_needed(devices, right_variants, wait):
+def test_every_wait_between_streams_is_needed(devices, right_variants, may_hide, wait):
     try:
         reports = devices(2, variants, wait)
     except RankError:
         return  # memory that is gone was touched, or NaN came out
     same = [list(map(is_same, *pair)) for pair in zip(reports, right_variants, strict=True)]
-    assert not all(map(all, same)), f"nothing went wrong without the wait {wait!r}"
+    assert not all(map(all, same)) or wait in may_hide, f"nothing went wrong without {wait!r}"

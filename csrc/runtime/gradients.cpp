@@ -154,12 +154,19 @@ ops::OptionalTensors Gradients::take_fresh() {
   return grads;
 }
 
+// The pool's blocks are for reductions, and spare a CPU the first touch of fresh memory.
+at::Tensor Gradients::empty_local() const {
+  const int64_t numel = flat_.layout().total();
+  const Streams& streams = buffers_->streams();
+  if (streams.asynchronous()) return at::empty({numel}, sum_options());
+  return DevicePool::empty(buffers_, numel, dtypes_.accumulate, streams.current());
+}
+
 void Gradients::add_locally() {
   const ops::OptionalTensors grads = take_fresh();
   const bool first = !any_counts(Kept::local);
   if (first) {
-    local_ = DevicePool::empty(buffers_, flat_.layout().total(), dtypes_.accumulate,
-                               buffers_->streams().current());
+    local_ = empty_local();
     ops::pack_(local_, grads, flat_.layout().offsets());
   }
   for (int64_t i = 0; i < flat_.size(); ++i) {

@@ -99,6 +99,7 @@ class Gradients {
   void make(at::Tensor& sum) const;
   at::TensorOptions sum_options() const;
   ops::OptionalTensors take_fresh();
+  at::Tensor empty_local() const;
   void add_locally();
   void take_for_reduction();
   bool prepare(at::Tensor& sum, Kept kept);

@@ -44,8 +44,8 @@ struct Queue {
 struct Device {
   std::map<c10::StreamId, Queue>
       queues;  // a map keeps its elements' addresses; streams are never destroyed
-  std::multimap<size_t, void*>
-      cache;  // freed memory by size; never given back, so a stale read reads NaN, not a fault
+  std::multimap<std::pair<c10::StreamId, size_t>, void*>
+      cache;  // freed memory by stream and size; never given back
   size_t allocated = 0, peak = 0, reserved = 0;
 };
 
@@ -232,7 +232,8 @@ struct NpuAllocator final : c10::DeviceAllocator {
     Lock lock(state().mutex);
     Device& device = state().devices.at(stream.device_index());
     void* data;
-    if (auto it = device.cache.find(rounded); it != device.cache.end()) {
+    const auto key = std::make_pair(stream.id(), rounded);
+    if (auto it = device.cache.find(key); it != device.cache.end()) {
       data = it->second;
       device.cache.erase(it);
     } else {
@@ -273,9 +274,10 @@ struct NpuAllocator final : c10::DeviceAllocator {
 NpuAllocator npu_allocator;
 REGISTER_ALLOCATOR(kNpu, &npu_allocator)
 
-// As in a caching allocator, freed memory belongs to whatever comes next on its own stream. Other
-// streams may still use it only if record_stream said so. The last stream to pass the free
-// overwrites it, so a use that was not announced and comes later reads NaN.
+// As in a caching allocator, freed memory belongs to whatever comes next on its own stream, from
+// now on. That stream overwrites it when it passes the free, so another one that uses it later, or
+// that uses what is allocated of it without waiting for the stream, reads NaN. Where record_stream
+// said so, the memory waits for other streams to pass the free, too.
 void free_memory(void* data) {
   if (!data) return;
   Lock lock(state().mutex);
@@ -283,12 +285,21 @@ void free_memory(void* data) {
   Block& block = node.mapped();
   Device& device = state().devices.at(block.stream.device_index());
   device.allocated -= block.bytes;
+  const auto key = std::make_pair(block.stream.id(), block.bytes);
+  if (block.used_on.empty()) {
+    queue_of(block.stream)
+        .tasks.push_back({"free",
+                          [data, bytes = block.bytes] { std::memset(data, kPoison, bytes); },
+                          nullptr, nullptr});
+    device.cache.emplace(key, data);
+    return;
+  }
   auto users = std::make_shared<std::atomic<size_t>>(1 + block.used_on.size());
-  Task release = [users, data, bytes = block.bytes, &device] {
+  Task release = [users, data, key, &device] {
     if (--*users > 0) return;
-    std::memset(data, kPoison, bytes);
+    std::memset(data, kPoison, key.second);
     Lock inner(state().mutex);
-    device.cache.emplace(bytes, data);
+    device.cache.emplace(key, data);
   };
   block.used_on.push_back(block.stream);
   for (const c10::Stream& stream : block.used_on)
