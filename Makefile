@@ -25,7 +25,7 @@ BUILD_TOOLS := numpy pybind11 ninja "setuptools>=77" wheel
 CUDA_TOOLS := nvidia-cuda-cuobjdump==13.2.51 nvidia-cuda-nvdisasm==13.2.51
 TEST_TOOLS := pytest ruff==0.17.6 clang-format==23.1.5
 CMAKE_TOOL := $(if $(shell command -v cmake),,cmake)
-REQUIREMENTS := $(TORCH) $(BUILD_TOOLS) $(TEST_TOOLS) $(CMAKE_TOOL)
+REQUIREMENTS := $(TORCH) $(BUILD_TOOLS) $(TEST_TOOLS) $(CMAKE_TOOL) $(if $(shell command -v nvcc),$(CUDA_TOOLS))
 # cuobjdump tells what an extension holds for GPUs.
 CUDA_REQUIREMENTS := $(TORCH_CUDA) $(BUILD_TOOLS) pytest $(CUDA_TOOLS)
 

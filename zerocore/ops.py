@@ -1,8 +1,9 @@
 """The operators of namespace `zerocore`, with the fake versions that tracing uses.
 
 They mutate flat buffers in place, are not differentiable, and raise ValueError for arguments that
-do not fit. CPU tensors of float32, bfloat16, float16 and float64 run on vectorised kernels; other
-devices and dtypes run on plain ATen operators.
+do not fit. Tensors of float32, bfloat16, float16 and float64 run on kernels, vectorised ones on the
+CPU and CUDA's on GPUs (if zerocore was built with CUDA), with the same bits; `sumsq` adds up in an
+order that depends on which. Other devices and dtypes run on plain ATen operators.
 """
 
 from collections.abc import Sequence
