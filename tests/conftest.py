@@ -8,7 +8,8 @@ import pytest
 import torch
 from ranks import Ranks
 
-pytest.register_assert_rewrite("device_training")  # tests that several files take over
+# Tests that several files take over.
+pytest.register_assert_rewrite("device_training", "device_waits")
 
 torch.set_num_threads(1)
 

@@ -12,7 +12,7 @@ void test_the_ring_holds_the_newest() {
   Log log(10);
   CHECK(log.records().empty());
   for (int i = 0; i < 37; ++i) {
-    log.add({"launch", "all_gather", "forward", i, 100 + i});
+    log.add({"launch", "all_gather", "forward", i, 100 + i, i});
     const std::vector<Record> records = log.records();
     CHECK_EQ(records.size(), static_cast<size_t>(i < 10 ? i + 1 : 10));
     CHECK_EQ(records.back().sequence, i);
@@ -25,7 +25,7 @@ void test_the_ring_holds_the_newest() {
   }
   log.reset();
   CHECK(log.records().empty());
-  log.add({"done", "reduce", "backward", 3, 5});
+  log.add({"done", "reduce", "backward", 3, 5, -1});
   CHECK_EQ(log.records().at(0).sequence, 0);
   CHECK_EQ(std::string(log.records().at(0).kind), "reduce");
 }
@@ -52,7 +52,7 @@ void test_threads() {
   for (int t = 0; t < kThreads; ++t) {
     threads.emplace_back([&log, t] {
       for (int i = 0; i < kEvents; ++i) {
-        log.add({"begin", "compute", "forward", t, i});
+        log.add({"begin", "compute", "forward", t, i, -1});
         log.count(t % 2 == 0 ? "reduce" : "all_gather", 2, 8);
         if (i % 500 == 0) CHECK(!log.records().empty() && !log.traffic().empty());
       }

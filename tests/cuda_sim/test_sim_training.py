@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from device_training import *  # noqa: F403
 from device_training import GPT, Block, batch, build, loss_of
+from device_waits import *  # noqa: F403
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from device_training import *  # noqa: F403
 from device_training import OPTIMIZERS, STAGES, batch, device_of_ranks, loss_of
+from device_waits import *  # noqa: F403
 
 import zerocore
 
