@@ -70,7 +70,8 @@ def shard(
         max_window_bytes: stage 3: hard limit of the bytes of full parameters at any time, without
             those opened by `gathered` or `state_dict` outside of a forward; None: no limit.
         register_windows: stage 3: window memory comes from the process group's allocator, which the
-            network may read and write itself (NCCL user-buffer registration).
+            network may read and write itself (NCCL user-buffer registration). An error in the first
+            forward if that group has none.
 
     Raises:
         RuntimeError: if there is no process group, or the model was sharded before.
@@ -104,6 +105,11 @@ def shard(
             tensor_parallel.replace(parts)
         _check_model(model)
         place = _place(model, mesh)
+        if options.register_windows and place.name == "gloo":
+            raise ValueError(
+                "register_windows: expected NCCL or HCCL, whose process groups can have memory of "
+                f"their own, got gloo (chosen because {place.reason}); leave it out"
+            )
         _check_batch_norm(model, mixed_precision)
         plans = plan_units(model, units, bucket_bytes, taken=_is_taken)
         _check_budget(plans, options, ranks)
@@ -169,6 +175,8 @@ def _options(
         )
     if not isinstance(register_windows, bool):
         raise ValueError(f"register_windows: expected True or False, got {register_windows!r}")
+    if register_windows and lifetimes.full_parameters_stay:
+        raise ValueError(f"register_windows: expected it at stage 3 only, got it at stage {stage}")
     return Options(
         stage=stage,
         lifetimes=lifetimes,

@@ -299,8 +299,7 @@ class PairwiseTransport : public Transport {
 }  // namespace
 
 at::Tensor Transport::allocate(int64_t) {
-  TORCH_CHECK_VALUE(false, "register_windows: expected NCCL or HCCL, whose process groups have ",
-                    "memory of their own, got gloo; leave it out");
+  TORCH_INTERNAL_ASSERT(false, "gloo has no memory of its own");
 }
 
 std::unique_ptr<Transport> make_pairwise_transport(const GroupNames& groups,

@@ -4,7 +4,7 @@ import models
 import pytest
 import torch
 from device_training import *  # noqa: F403
-from device_training import OPTIMIZERS, STAGES, batch, device_of_ranks, loss_of
+from device_training import OPTIMIZERS, STAGES, assert_bits, batch, device_of_ranks, loss_of, train
 from device_waits import *  # noqa: F403
 
 import zerocore
@@ -66,3 +66,20 @@ def test_a_model_on_another_ranks_device_is_refused(npus):
     text = "expected npu:1, the current device of this rank, got npu:0; call torch.npu.set_device"
     assert text in second
     assert text in first and "rank 1" in first
+
+
+def train_in_registered_windows():
+    """As `train`; the windows are memory of the process group, kept from step to step."""
+    if device_of_ranks().type == "cpu":
+        return train("transformer", 3, "adamw")
+    import torch_npu
+
+    before = torch_npu._C.allocated_by_groups()
+    report = train("transformer", 3, "adamw", register_windows=True)
+    units = len(models.JOBS["transformer"].units) + 1
+    assert 0 < torch_npu._C.allocated_by_groups() - before <= units
+    return report
+
+
+def test_windows_from_the_process_group(both):
+    assert_bits(both(2, train_in_registered_windows))

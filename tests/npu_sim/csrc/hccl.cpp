@@ -33,6 +33,8 @@ using c10d::OpType;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Tensors = std::vector<at::Tensor>;
 
+std::atomic<int64_t> tensors_allocated{0};
+
 struct HcclWork final : c10d::Work {
   HcclWork(int rank, OpType type, const Tensors& outputs, const c10::Stream& stream)
       : Work(rank, type), outputs_(outputs), device_(stream.device()), done_(kNpu) {
@@ -101,6 +103,12 @@ class HcclBackend final : public c10d::Backend {
     for (WorkPtr& send : sends_) send->wait();
   }
   const std::string getBackendName() const override { return "hccl"; }
+  // As a group that can register memory.
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+  at::Tensor allocateTensor(long bytes, at::TensorOptions options) override {
+    ++tensors_allocated;
+    return at::empty({bytes}, options);
+  }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return enqueued_[own()]; }
 
@@ -307,5 +315,7 @@ c10::intrusive_ptr<c10d::Backend> create_hccl(c10::intrusive_ptr<c10d::Backend> 
                                               int size) {
   return c10::make_intrusive<HcclBackend>(std::move(gloo), std::move(store), rank, size);
 }
+
+int64_t allocated_by_groups() { return tensors_allocated; }
 
 }  // namespace npu_sim

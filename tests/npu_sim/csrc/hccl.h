@@ -11,5 +11,7 @@ namespace npu_sim {
 c10::intrusive_ptr<c10d::Backend> create_hccl(c10::intrusive_ptr<c10d::Backend> gloo,
                                               c10::intrusive_ptr<c10d::Store> store, int rank,
                                               int size);
+// Tensors that process groups have allocated, of their own memory, in this process.
+int64_t allocated_by_groups();
 
 }  // namespace npu_sim

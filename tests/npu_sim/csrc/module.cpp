@@ -10,6 +10,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("device_count", [] { return c10::impl::VirtualGuardImpl(npu_sim::kNpu).deviceCount(); });
   m.def("take_waits", &npu_sim::take_waits);
   m.def("create_hccl", &npu_sim::create_hccl, no_gil);
+  m.def("allocated_by_groups", &npu_sim::allocated_by_groups);
   m.def("produce_and_consume", &npu_sim::order::produce_and_consume, no_gil);
   m.def("overwrite_while_read", &npu_sim::order::overwrite_while_read, no_gil);
   m.def("tensor_over_raw_memory", &npu_sim::order::tensor_over_raw_memory, no_gil);
