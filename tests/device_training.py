@@ -396,11 +396,14 @@ def example(stage, precision):
 
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_example_learns_as_on_the_cpu(both, stage, precision):
+def test_the_example_learns_as_on_the_cpu(both, devices, stage, precision):
+    # Where the step is made of torch's operators, its last bits are others, and bf16 shows it.
+    has_kernels = devices.options["backend"] == "nccl"
+    tolerance = 1e-6 if has_kernels or precision is None else 1e-2
     cpu, device = both(2, example, stage, precision)
     for expected, found in zip(cpu, device, strict=True):
         assert expected[-1] < 0.8 * expected[0]
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 class TwoDtypes(torch.nn.Module):

@@ -20,7 +20,7 @@ class Pyramid(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        widths = [8, 40, 16, 72, 24, 56, 8, 8, 8, 8, 8]
+        widths = [8, 40, 16, 72, 24, 56, 24, 24, 24, 24, 24, 8]
         self.layers = torch.nn.ModuleList(
             torch.nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)
         )

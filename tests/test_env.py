@@ -86,6 +86,10 @@ def test_without_the_extension_env_says_so(tmp_path, broken):
     folder = package_without_extension(tmp_path)
     if broken:
         (folder / "zerocore" / pathlib.Path(_C.__file__).name).write_bytes(b"not a library")
+    else:
+        # An editable installation would find the one of the repository.
+        absent = "raise ModuleNotFoundError(\"No module named 'zerocore._C'\")\n"
+        (folder / "zerocore" / "_C.py").write_text(absent)
     result = run_env(folder)
     assert result.returncode == 1, result.stderr
     assert re.search(r"zerocore +not loadable: .*_C", result.stdout)

@@ -235,7 +235,7 @@ def _check_model(model: nn.Module) -> None:
 def _place(model: nn.Module, mesh: DeviceMesh | None) -> Backend:
     """Where the model will train."""
     params = [param for param in model.parameters() if not _is_taken(param)]
-    mesh_type = mesh.device_type if mesh is not None else None
+    mesh_type = mesh.device_type if isinstance(mesh, DeviceMesh) else None
     place = choose((param.device for param in params), mesh_type)
     example = torch.empty(0, device=place.device)
     if not all(torch._has_compatible_shallow_copy_type(param, example) for param in params):

@@ -17,3 +17,19 @@ def npus(request):
     pools = Ranks(backend="hccl", env=npu_build.environment(request.param))
     yield pools
     pools.close()
+
+
+# Under both schedules: what a schedule could change. The rest is as it is on every device.
+BOTH = ("test_training_is", "test_the_example", "test_every_wait", "test_windows", "test_launches")
+
+
+def pytest_collection_modifyitems(config, items):
+    late = [
+        item
+        for item in items
+        if "[early" not in item.name
+        or "test_npu_training" not in item.nodeid
+        or item.name.startswith(BOTH)
+    ]
+    config.hook.pytest_deselected(items=[item for item in items if item not in late])
+    items[:] = late

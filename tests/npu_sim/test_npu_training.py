@@ -15,12 +15,6 @@ def devices(npus):
     return npus
 
 
-@pytest.fixture
-def may_hide(npus):
-    """Late, the memory that a window takes has been let go of before its gather runs."""
-    return ("window_free",) if npus.options["env"]["NPU_SIM_SCHEDULE"] == "late" else ()
-
-
 def waits_of_a_step(stage, optimizer):
     """What the host waits for in a step of a plain model, and in one of a sharded model."""
     import torch_npu

@@ -258,7 +258,12 @@ class HcclBackend final : public c10d::Backend {
     add_wait(stream, add_mark(current_stream(device)));
     enqueue(stream, "hccl " + c10d::opTypeToString(type), std::move(task));
     for (const Tensors* tensors : {&in, &out}) {
-      for (const at::Tensor& t : *tensors) record_stream(t.storage().data(), stream);
+      // As torch_npu: of its allocator's own tensors, not of memory that a library has of it.
+      for (const at::Tensor& t : *tensors) {
+        const c10::DataPtr& data = t.storage().data_ptr();
+        const bool own = data.get_deleter() == c10::GetAllocator(kNpu)->raw_deleter();
+        if (own) record_stream(data.get(), stream);
+      }
     }
     marks_[kind].emplace(++enqueued_[kind], add_mark(stream));
     return c10::make_intrusive<HcclWork>(getRank(), type, out, stream);
