@@ -356,6 +356,47 @@ def test_states_make_a_round_trip(both, stages):
     assert_same(device[1], cpu[1])
 
 
+class MayFail(torch.nn.Module):
+    """A layer whose backward fails when it is told to."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.fails = layer, False
+
+    def forward(self, *args, **kwargs):
+        out = self.layer(*args, **kwargs)
+        return models.Fails.apply(out) if self.fails else out
+
+
+def failing(stage):
+    """Backwards that fail between others that do not: the thread of a device may be late."""
+    torch.manual_seed(0)
+    first, second, third = (torch.nn.Linear(16, 16) for _ in range(3))
+    layers = [first, MayFail(second), third]
+    model = torch.nn.Sequential(*layers).to(device_of_ranks())
+    zerocore.shard(model, stage, units=[torch.nn.Linear])
+    opt = OPTIMIZERS["sgd"](model.parameters())
+    losses = []
+    for step in range(12):
+        model[1].fails = step % 2 == 1
+        torch.manual_seed(10 * step + dist.get_rank())
+        loss = model(torch.randn(4, 16)).square().mean()
+        if model[1].fails:
+            with pytest.raises(ArithmeticError):
+                loss.backward()
+        else:
+            loss.backward()
+            opt.step()
+        opt.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses).cpu(), {}, on_host(zerocore.full_state_dict(model))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_training_goes_on_after_a_backward_that_failed(both, stage):
+    assert_bits(both(2, failing, stage))
+
+
 def communication(stage):
     model = build("transformer", stage)
     opt = OPTIMIZERS["sgd"](model.parameters())

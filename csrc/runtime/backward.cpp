@@ -18,11 +18,14 @@ void Runtime::begin_backward() {
   if (in_backward_ && !backward_task_.expired()) return;
   if (in_backward_) abandon_backward();
   in_backward_ = true;
-  // Goes with the backward, whether that ends or fails.
-  std::shared_ptr<int> task(new int(0), [runtime = weak_from_this()](const int* memory) {
-    delete memory;
-    if (auto self = runtime.lock()) self->backward_is_gone();
-  });
+  dropped_ = false;
+  // Goes with the backward, whether that ends or fails. On a device that is a thread of its own,
+  // which may let go of one that failed when the next is under way.
+  std::shared_ptr<int64_t> task(new int64_t(++backward_number_),
+                                [runtime = weak_from_this()](const int64_t* number) {
+                                  if (auto self = runtime.lock()) self->backward_is_gone(*number);
+                                  delete number;
+                                });
   backward_task_ = task;
   torch::autograd::Engine::get_default_engine().queue_callback(
       [self = shared_from_this(), task] { self->end_backward(); });
@@ -335,20 +338,24 @@ void Runtime::adopt_observed_order() {
 
 // The rest of what a failed backward leaves is put in order by whoever comes next: it may have to
 // wait for other ranks, and the error is on its way to the user.
-void Runtime::backward_is_gone() {
+void Runtime::backward_is_gone(int64_t number) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (!in_backward_) return;
+  if (!in_backward_ || number != backward_number_) return;
+  drop_gradients();
+  if (depth_ == 0) show_all(View::shard);
+}
+
+void Runtime::drop_gradients() {
+  if (std::exchange(dropped_, true)) return;
   taken_.clear();
   taken_bytes_ = 0;
   for (auto& unit : units_) {
     for (auto& gradients : unit->gradients) gradients->drop();
   }
-  if (depth_ == 0) show_all(View::shard);
 }
 
 void Runtime::abandon_backward() {
-  taken_.clear();
-  taken_bytes_ = 0;
+  drop_gradients();
   for (auto& unit : units_) {
     unit->in_backward = false;
     for (auto& gradients : unit->gradients) gradients->abandon();

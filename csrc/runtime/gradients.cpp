@@ -288,7 +288,13 @@ void Gradients::drop() {
   taken_.reset();
   for (int64_t i = 0; i < flat_.size(); ++i) {
     flat_.param(i).mutable_grad() = at::Tensor();
-    show(i);
+    if (buffers_->streams().asynchronous()) {
+      Slot& slot = slots_[i];
+      slot.main_counts = slot.local_counts = slot.partial_counts = false;
+      slot.shows = Kept::nothing;
+    } else {
+      show(i);
+    }
   }
 }
 

@@ -54,7 +54,9 @@ class Gradients {
   // for with Sync::none.
   void finish(const std::vector<bool>& used);
   // Ends a backward that failed: its gradients are dropped, as far as they were not added to
-  // others. `p.grad` shows what it showed before, so that clearing it clears that.
+  // others. `p.grad` shows what it showed before, so that clearing it clears that. Not so where
+  // backwards have a thread of their own, which may come to this after the user has cleared them:
+  // there all gradients are gone.
   void drop();
   // Waits for what a dropped backward has left under way, before anything else is begun.
   void abandon();

@@ -186,7 +186,8 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   [[noreturn]] void report_divergence();
   [[noreturn]] void collective_failed(const char* what, int unit, const std::exception& error);
   void adopt_observed_order();
-  void backward_is_gone();
+  void backward_is_gone(int64_t number);
+  void drop_gradients();
   void abandon_backward();
   void note(const char* event, const char* kind, int unit, int64_t elements);
   int64_t elements(int unit) const;
@@ -213,7 +214,9 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   Sync sync_ = Sync::all;
   bool in_backward_ = false;
   // Alive as long as the engine's task of the backward under way: one that failed is gone.
-  std::weak_ptr<int> backward_task_;
+  std::weak_ptr<int64_t> backward_task_;
+  int64_t backward_number_ = 0;  // of the newest
+  bool dropped_ = false;         // the gradients of the backward under way
   Sync backward_sync_ = Sync::all;
   // Units whose gradients were taken and wait for the next launch; bytes of their flat buffers.
   std::vector<int> taken_;
