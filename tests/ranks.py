@@ -73,6 +73,7 @@ def _serve(
     if backend != "gloo":
         torch.accelerator.set_device_index(rank)
     with open(stacks, "w") as stack_file:
+        faulthandler.enable(stack_file, all_threads=True)  # a rank that aborts says where it was
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
         timeout = datetime.timedelta(seconds=group_seconds)
         dist.init_process_group(backend, f"file://{store}", timeout, size, rank)
@@ -80,6 +81,7 @@ def _serve(
         with contextlib.suppress(EOFError):
             while (message := pipe.recv_bytes()) != b"":
                 pipe.send_bytes(_answer(message))
+        faulthandler.disable()  # before its file is closed
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -142,6 +144,8 @@ class Pool:
             lines = []
             for rank, (kind, value, _) in enumerate(outcomes):
                 text = "" if kind == "returned" else f"\n{value}"
+                if kind == "died":
+                    text += f" at\n{self._stacks(rank)}"
                 lines.append(f"---- rank {rank} of {self.size} {kind}{text}")
             raise RankError(f"{case.__module__}.{case.__name__} failed\n" + "\n".join(lines))
         return [outcome.value for outcome in outcomes]
@@ -184,13 +188,16 @@ class Pool:
         if hung:
             time.sleep(0.5)  # the time to write the stacks
         for rank in hung:
-            stacks = pathlib.Path(self.folder.name) / f"stacks{rank}"
-            outcomes[rank] = Outcome("hung", f"at\n{stacks.read_text()}")
+            outcomes[rank] = Outcome("hung", f"at\n{self._stacks(rank)}")
         return [outcomes[rank] for rank in range(self.size)]
 
     def _died(self, rank: int) -> Outcome:
         self.processes[rank].join(5)
         return Outcome("died", self.processes[rank].exitcode)
+
+    def _stacks(self, rank: int) -> str:
+        stacks = pathlib.Path(self.folder.name) / f"stacks{rank}"
+        return stacks.read_text() if stacks.exists() else ""
 
     def dismiss(self) -> None:
         """Tells the ranks to end."""

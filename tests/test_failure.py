@@ -14,7 +14,7 @@ import pytest
 import sharded
 import torch
 import torch.distributed as dist
-from ranks import Pool
+from ranks import Pool, RankError
 
 import zerocore
 
@@ -82,6 +82,24 @@ def survivors_end(size, stage, place, how, mesh=None):
         codes = pool.close()
     assert codes[:-1] == [0] * (size - 1), "a survivor could not end by itself"
     assert not any(running(process.pid) for process in pool.processes)
+
+
+def abort():
+    """As the C library does where it finds its heap damaged."""
+    if dist.get_rank() == 1:
+        os.abort()
+    return dist.get_rank()
+
+
+def test_a_rank_that_aborts_says_where():
+    pool = Pool(2)
+    try:
+        with pytest.raises(
+            RankError, match=r"rank 1 of 2 died\n-6 at\n(.*\n)+.*, line \d+ in abort"
+        ):
+            pool.run(abort)
+    finally:
+        pool.close(0.0)
 
 
 SCRIPT = """
