@@ -1,6 +1,7 @@
 """Training on simulated GPUs: the tests of every device, and what a step costs beside FSDP2's."""
 
 import gc
+import time
 
 import cuda_sim
 import pytest
@@ -151,12 +152,17 @@ def test_the_allocator_holds_what_the_ledger_says(gpus, stage):
 
 def exits(stage):
     """Nothing that a model used is read after it was freed: the simulator would end the process."""
+    before = torch.cuda.memory_allocated()
     for _ in range(2):
         model = build("transformer", stage)
         loss_of(model, batch("transformer", 0)).backward()
         del model
         gc.collect()
         torch.cuda.empty_cache()
+    # backward() returns before the engine's thread has let go of the last node and its tensors.
+    deadline = time.monotonic() + 10
+    while torch.cuda.memory_allocated() > before and time.monotonic() < deadline:
+        time.sleep(1e-3)
     return torch.cuda.memory_allocated()
 
 
