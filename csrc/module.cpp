@@ -51,10 +51,18 @@ std::shared_ptr<Runtime> make_runtime(
 
 int add_unit(Runtime& self, const std::string& name,
              const std::vector<std::vector<std::string>>& names,
-             const std::vector<std::vector<at::Tensor>>& params) {
+             const std::vector<std::vector<at::Tensor>>& params, std::vector<at::Tensor> fulls) {
   std::vector<FlatParams> flats;
-  for (size_t i = 0; i < names.size(); ++i) flats.push_back({names[i], params.at(i)});
+  for (size_t i = 0; i < names.size(); ++i) {
+    flats.push_back({names[i], params.at(i), std::move(fulls.at(i))});
+  }
   return self.add_unit(name, std::move(flats));
+}
+
+std::pair<at::Tensor, std::vector<at::Tensor>> blank(Runtime& self,
+                                                     const std::vector<at::Tensor>& params) {
+  Flat::Values values = self.blank(params);
+  return {std::move(values.full), std::move(values.views)};
 }
 
 py::dict traffic(Runtime& self) {
@@ -90,6 +98,7 @@ void bind_runtime(py::module_& m) {
            py::arg("reshard_after_forward"), py::arg("prefetch"), py::arg("max_window_bytes"),
            py::arg("register_windows"), py::arg("launch_bytes"), py::arg("compute_dtype"),
            py::arg("reduce_dtype"), py::arg("accumulate_dtype"), py::arg("master_dtype"))
+      .def("blank", &blank)
       .def("add_unit", torch::wrap_pybind_function_no_gil(&add_unit))
       .def("seal", no_gil(&Runtime::seal))
       .def("add_nested", no_gil(&Runtime::add_nested))
@@ -183,6 +192,30 @@ void bind_runtime(py::module_& m) {
       });
 }
 
+// A CPU tensor of a meta tensor's geometry and dtype whose storage only has a size.
+at::Tensor blank_like(const at::Tensor& like, const std::string& message) {
+  const int64_t bytes = static_cast<int64_t>(like.storage().nbytes());
+  const at::Tensor held = without_memory(c10::kCPU, bytes, c10::kByte, message);
+  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(held.storage()), held.key_set(),
+                                                   like.dtype());
+  impl->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+  return at::Tensor(std::move(impl));
+}
+
+// For tensors whose values are made when zerocore.shard needs them. `show` also works where torch's
+// `data` and `set_` do not: across devices, and without memory.
+void bind_memory(py::module_& m) {
+  m.def("blank_like", &blank_like, py::arg("like"), py::arg("message"),
+        "A CPU tensor of a meta tensor's geometry: reading it is a RuntimeError of this text.");
+  m.def(
+      "show",
+      [](const at::Tensor& tensor, const at::Tensor& source) {
+        tensor.unsafeGetTensorImpl()->shallow_copy_from(source.getIntrusivePtr());
+      },
+      py::arg("tensor"), py::arg("source"),
+      "Makes a tensor show what another one shows, memory and geometry; it stays the same object.");
+}
+
 // For the tests that show each wait between streams to be needed.
 void bind_waits(py::module_& m) {
   py::dict waits;
@@ -214,5 +247,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "Elements of the flat buffer of parameters with these sizes, and of each rank's shard.");
   zerocore::ops::bind_kernels(m);
   zerocore::bind_runtime(m);
+  zerocore::bind_memory(m);
   zerocore::bind_waits(m);
 }

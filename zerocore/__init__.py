@@ -23,6 +23,7 @@ except ImportError as error:
 else:
     from zerocore.api import info, ledger, no_sync, shard, stats
     from zerocore.backend import Backend, backend
+    from zerocore.deferred import deferred
     from zerocore.ema import EMA
     from zerocore.ledger import Ledger
     from zerocore.norm import clip_grad_norm_
@@ -43,6 +44,7 @@ __all__ = [
     "Stats",
     "backend",
     "clip_grad_norm_",
+    "deferred",
     "full_state_dict",
     "gathered",
     "info",

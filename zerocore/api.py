@@ -9,18 +9,20 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from zerocore import _C, norm, registry, scaler, stepping, tensor_parallel
 from zerocore import groups as process_groups
 from zerocore.backend import Backend, choose
+from zerocore.deferred import place_of, refuse_inside_build
+from zerocore.initialise import Init, Initialiser
 from zerocore.ledger import Ledger
 from zerocore.policy import STAGES, MixedPrecision
 from zerocore.runtime import Options, Sharded
 from zerocore.state import StateHooks
 from zerocore.stats import Stats
 from zerocore.units import UnitPlan, Units, plan_units
+from zerocore.values import Values, origin_of
 
 
 def shard(
@@ -35,6 +37,7 @@ def shard(
     bucket_bytes: int = 25 * 2**20,
     max_window_bytes: int | None = None,
     register_windows: bool = False,
+    init: Init = None,
 ) -> nn.Module:
     """Shards the training state of `model` over ranks, in place, and returns it.
 
@@ -48,6 +51,12 @@ def shard(
     shards its local tensor; optimizers are to be made afterwards. Inside the forward of the module
     that owns it, and in state dicts, it is a DTensor as before. `mesh` must not contain the ranks
     that share it.
+
+    A model larger than memory comes from `zerocore.deferred`, whose parameters are given values
+    here, unit by unit: the process holds its shards, one whole unit and one parameter. Or it is
+    made on the meta device and initialised here, unit by unit too, by `init`. That is another
+    initialisation than the model's own construction: module by module, drawing from torch's
+    generator in another order. Every rank runs it; rank 0's generator decides.
 
     The model trains on the device of its parameters. Parameters on the CPU, buffers and the inputs
     of its forward are moved, unit by unit, to the accelerator that `zerocore.backend()` chooses, or
@@ -72,15 +81,21 @@ def shard(
         register_windows: stage 3: window memory comes from the process group's allocator, which the
             network may read and write itself (NCCL user-buffer registration). An error in the first
             forward if that group has none.
+        init: for a model on the meta device. A function that is called with every module that has
+            parameters or buffers of its own there, once they have memory (full, on the CPU), and
+            fills these in place: none may keep a NaN. None: `module.reset_parameters()`, and the
+            `_init_weights(module)` of the model around it, as far as there are any. "empty":
+            nothing; every parameter and buffer is to be loaded, on every rank, before the first
+            forward, which is an error else (and a collective).
 
     Raises:
         RuntimeError: if there is no process group, or the model was sharded before.
         ValueError: for an option out of range, units that match nothing, a model without
             parameters, parameters on several devices or on another than the rank's current one, a
-            budget smaller than what the model needs at once, DTensors over ranks of `mesh`, or
-            ranks that disagree.
+            budget smaller than what the model needs at once, DTensors over ranks of `mesh`, an
+            `init` that leaves something without values, or ranks that disagree.
         NotImplementedError: for parameters that are not supported yet (DTensors with other
-            placements than Shard and Replicate).
+            placements than Shard and Replicate, or on the meta device).
     """
     error = process_groups.check_mesh(mesh)
     sharded_state = _is_stage(stage) and STAGES[stage].sharded
@@ -89,8 +104,9 @@ def shard(
     control = process_groups.make_control(ranks)
     plans: list[UnitPlan] = []
     parts: list[tensor_parallel.Part] = []
-    options = place = None
+    options = place = initialiser = None
     try:
+        refuse_inside_build("zerocore.shard")
         options = _options(
             stage,
             mixed_precision,
@@ -104,6 +120,7 @@ def shard(
             parts = tensor_parallel.parts_of(model, ranks.all)
             tensor_parallel.replace(parts)
         _check_model(model)
+        initialiser = Initialiser(model, init)
         place = _place(model, mesh)
         if options.register_windows and place.name == "gloo":
             raise ValueError(
@@ -115,7 +132,7 @@ def shard(
         _check_budget(plans, options, ranks)
     except (ValueError, RuntimeError, TypeError) as caught:
         error = error or caught
-    facts = _facts(model, place, options, plans) + tensor_parallel.facts(parts)
+    facts = _facts(model, place, options, plans, init) + tensor_parallel.facts(parts)
     try:
         process_groups.agree(control, ranks, error, facts)
     except BaseException:
@@ -123,10 +140,10 @@ def shard(
         raise
     groups = process_groups.make_groups(ranks, control, place.name)
     tensor_parallel.hook(parts)  # before the hooks of units
+    values = Values(model, initialiser, groups)
+    how = _forget_originals(parts)
     with torch.no_grad():
-        _move_buffers(model, place.device)
-        process_groups.broadcast_from_first(_own_buffers(model), groups)
-        sharded = Sharded(model, plans, groups, place.device, options, _forget_originals(parts))
+        sharded = Sharded(model, plans, groups, place.device, options, how, values)
     StateHooks(model, sharded)
     stepping.install()
     norm.install()
@@ -202,12 +219,12 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError(f"model: expected parameters, got {type(model).__name__} without any")
     if all(map(_is_taken, params.values())):
         raise RuntimeError("zerocore.shard: expected a model that is not sharded, got one that is")
-    memory: dict[int, str] = {}
+    memory: dict[object, str] = {}
     for name, param in params.items():
         if _is_taken(param):
             continue
         has_memory = param.numel() > 0 and param.device.type != "meta"
-        other = memory.setdefault(param.data_ptr(), name) if has_memory else name
+        other = memory.setdefault(place_of(param), name) if has_memory else name
         if other != name:
             raise ValueError(
                 f"{name}: expected memory of its own, got the memory of {other!r}; tie them by "
@@ -225,17 +242,14 @@ def _check_model(model: nn.Module) -> None:
                 f"{name}: expected a parameter without a gradient, got one, of another shape than "
                 "the shard; call zero_grad() before zerocore.shard"
             )
-        if param.device.type == "meta":
-            raise NotImplementedError(
-                f"{name}: expected a parameter with memory, got one on the meta device, which is "
-                "not supported yet"
-            )
 
 
 def _place(model: nn.Module, mesh: DeviceMesh | None) -> Backend:
     """Where the model will train."""
     params = [param for param in model.parameters() if not _is_taken(param)]
     mesh_type = mesh.device_type if isinstance(mesh, DeviceMesh) else None
+    # What has no memory yet gets it on the CPU.
+    params = [param for param in params if param.device.type != "meta"]
     place = choose((param.device for param in params), mesh_type)
     example = torch.empty(0, device=place.device)
     if not all(torch._has_compatible_shallow_copy_type(param, example) for param in params):
@@ -245,16 +259,6 @@ def _place(model: nn.Module, mesh: DeviceMesh | None) -> Backend:
             f"objects; call model.to({str(place.device)!r}) first"
         )
     return place
-
-
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    moved: dict[torch.Tensor, torch.Tensor] = {}  # shared ones stay shared
-    for module in registry.own_modules(model):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
-                if buffer not in moved:
-                    moved[buffer] = buffer.to(device)
-                module._buffers[name] = moved[buffer]
 
 
 def _check_batch_norm(model: nn.Module, mixed_precision: MixedPrecision | None) -> None:
@@ -306,21 +310,28 @@ def _check_budget(plans: list[UnitPlan], options: Options, ranks: process_groups
 
 
 def _facts(
-    model: nn.Module, place: Backend | None, options: Options | None, plans: list[UnitPlan]
+    model: nn.Module,
+    place: Backend | None,
+    options: Options | None,
+    plans: list[UnitPlan],
+    init: Init,
 ) -> list[tuple[str, object]]:
     """What has to be the same on every rank."""
     kind = (place.device.type, place.name) if place else None
     facts: list[tuple[str, object]] = [("device and backend", kind), ("options", options)]
+    facts.append(("init", "a function" if callable(init) else init))
     for plan in plans:
         facts.append((f"unit {plan.name!r} of", [name for name, _ in plan.params]))
         for name, param in plan.params:
             what = (tuple(param.shape), param.dtype, param.stride(), param.requires_grad)
+            what += (origin_of(param),)
             facts.append((f"parameter {name!r}:", what))
     if isinstance(model, nn.Module):
         taken = [name for name, p in model.named_parameters() if _is_taken(p)]
         facts.append(("parameters sharded before:", taken))
         for name, buffer in model.named_buffers():
-            facts.append((f"buffer {name!r}:", (tuple(buffer.shape), buffer.dtype)))
+            what = (tuple(buffer.shape), buffer.dtype, origin_of(buffer))
+            facts.append((f"buffer {name!r}:", what))
     return facts
 
 
@@ -333,13 +344,6 @@ def _forget_originals(
         part = parts.pop()
         registry.add_replaced(part.original, part.name)
     return how
-
-
-def _own_buffers(model: nn.Module) -> list[torch.Tensor]:
-    """Buffers outside of submodules that an earlier call has taken over."""
-    modules = registry.own_modules(model)
-    buffers = [buffer for module in modules for buffer in module.buffers(recurse=False)]
-    return [b.to_local() if isinstance(b, DTensor) else b for b in buffers]
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import dataclasses
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from torch import nn
 
 from zerocore import _C, policy, registry
 from zerocore.buffers import Buffers
-from zerocore.groups import Groups, reserve_channels
+from zerocore.groups import Groups, exchange, reserve_channels
 from zerocore.policy import Lifetimes, MixedPrecision
 from zerocore.tensor_parallel import TensorParallel
 from zerocore.units import UnitPlan
+from zerocore.values import Values
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -119,6 +120,7 @@ class Sharded:
         buffers: what `MixedPrecision.buffer` does, for the modules that this call owns.
         state_stays: the full tensors of state_dict() are for this rank too.
         shows_average: a `zerocore.EMA` has put averages in the place of the parameters.
+        unloaded: what has no values yet of a model with `init="empty"`, until its first forward.
         tensor_parallel_groups: the different `TensorParallel.groups` of the parameters, in the same
             order on all ranks.
     """
@@ -131,6 +133,7 @@ class Sharded:
         device: torch.device,
         options: Options,
         tensor_parallel: Mapping[nn.Parameter, TensorParallel],
+        values: Values,
     ) -> None:
         self.groups = groups
         self.device = device
@@ -141,6 +144,7 @@ class Sharded:
         self.trainable: list[list[bool]] = []
         self.shows_average = False
         self.state_stays = True
+        self.unloaded = values.unloaded
         self.tensor_parallel_groups = list(
             dict.fromkeys(how.groups for how in tensor_parallel.values())
         )
@@ -172,7 +176,7 @@ class Sharded:
             master_dtype=mixed.master if mixed else None,
         )
         for plan in plans:
-            self._add_unit(plan, tensor_parallel)
+            self._add_unit(plan, tensor_parallel, values)
         self.core.seal()
         for nested in registry.sharded_models(model):
             self.core.add_nested(nested.core)
@@ -180,12 +184,16 @@ class Sharded:
         for unit, plan in enumerate(plans[1:], start=1):
             for module in plan.modules:
                 self._hook_unit(module, unit)
+        values.take_buffers(device)
         self.buffers = Buffers(registry.own_modules(model), mixed.buffer if mixed else None)
         _refuse_copies(model)
         registry.add_model(model, self)
 
     def _add_unit(
-        self, plan: UnitPlan, tensor_parallel: Mapping[nn.Parameter, TensorParallel]
+        self,
+        plan: UnitPlan,
+        tensor_parallel: Mapping[nn.Parameter, TensorParallel],
+        values: Values,
     ) -> None:
         """Hands the unit's parameters to the C++ runtime."""
         unit = len(self.flats)
@@ -202,6 +210,7 @@ class Sharded:
             plan.name,
             [[name for name, _ in flat] for flat in flats],
             [[param for _, param in flat] for flat in flats],
+            values.of_unit(self.core, plan),
         )
 
     def _hook_root(self, model: nn.Module) -> None:
@@ -214,6 +223,7 @@ class Sharded:
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             _require_original(module, original(), "the model")
+            self._require_loaded()
             args, kwargs = self._move((args, kwargs))
             self.buffers.show()
             core.begin_forward(torch.is_grad_enabled())
@@ -255,6 +265,17 @@ class Sharded:
         if not elsewhere:
             return inputs
         return map_tensors(inputs, lambda t: t.to(device, non_blocking=True) if t.dim() else t)
+
+    def mark_loaded(self, names: Iterable[str]) -> None:
+        """To be told which parameters and buffers, by name in the model, were given values."""
+        if self.unloaded is not None:
+            self.unloaded.mark(names)
+
+    def _require_loaded(self) -> None:
+        """Before the first forward of a model with `init="empty"`: a collective."""
+        if self.unloaded is not None:
+            exchange("zerocore", [self.groups], self.unloaded.error(), [None])
+            self.unloaded = None
 
     def params(self) -> Iterator[nn.Parameter]:
         """The parameters, in the order of their flat buffers."""

@@ -122,6 +122,7 @@ class StateHooks:
                 errors.append(f"{key}: {error}")
                 state[key] = param.detach()
                 continue
+            self._sharded.mark_loaded([entry.name])
             if not self._sharded.core.is_open(entry.unit):
                 self._sharded.core.before_write()
                 core = self._sharded.core
@@ -134,6 +135,8 @@ class StateHooks:
             source = state.get(prefix + name)
             if isinstance(source, torch.Tensor):
                 state[prefix + name] = self._sharded.buffers.load(module, name, source)
+                if self._sharded.unloaded is not None:
+                    self._sharded.unloaded.mark_buffer(module._buffers, name)
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         for param in module.parameters(recurse=False):
@@ -153,7 +156,8 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     of a submodule without calling it; gradients flow as usual.
 
     Args:
-        write: on exit, rank 0's content becomes the parameters' on every rank.
+        write: on exit, rank 0's content becomes the parameters' on every rank; they count as
+            loaded then.
 
     Raises:
         ValueError: if no parameter of `module` is sharded.
@@ -176,3 +180,8 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
             sharded.core.open(order)
             stack.callback(sharded.core.close, order, write)
         yield module
+    if write:
+        for param in module.parameters():
+            entry = registry.entry_of(param)
+            if entry is not None and (sharded := entry.sharded()) is not None:
+                sharded.mark_loaded([entry.name])

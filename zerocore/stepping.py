@@ -109,6 +109,8 @@ def _prepare(optimizer: Optimizer, places: _Places) -> None:
                 "zerocore: expected optimizer.step() outside of zerocore.EMA.applied(), where the "
                 "model has its own parameters, got it inside"
             )
+        if sharded.unloaded is not None and (error := sharded.unloaded.error()) is not None:
+            raise error
         sharded.core.before_step()
     # zerocore's own optimizer reads main gradients of any dtype.
     own = type(optimizer).__module__.startswith("zerocore.")

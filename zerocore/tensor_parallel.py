@@ -135,6 +135,11 @@ def _check(name: str, param: DTensor, data_ranks: set[int]) -> None:
         raise NotImplementedError(
             f"{name}: expected the placements Shard and Replicate, got {param.placements}"
         )
+    if param.device.type == "meta":
+        raise NotImplementedError(
+            f"{name}: expected a DTensor with memory, got one on the meta device, which is not "
+            "supported yet"
+        )
     if param.grad is not None:
         raise ValueError(
             f"{name}: expected a parameter without a gradient, got one; call zero_grad() before "

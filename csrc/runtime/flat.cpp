@@ -30,21 +30,6 @@ at::Tensor make_view(const at::Tensor& buffer, int64_t offset, at::IntArrayRef s
   return at::Tensor(std::move(impl));
 }
 
-void take_memory_away(const c10::Storage& storage, const std::string& message) {
-  c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
-  impl->set_data_ptr_noswap(c10::DataPtr(nullptr, impl->device()));
-  impl->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
-}
-
-// Storage is made with an address that is not null: a device would allocate memory for it else.
-at::Tensor without_memory(c10::Device device, int64_t numel, c10::ScalarType dtype,
-                          const std::string& message) {
-  static char anywhere;
-  const at::Tensor tensor = tensor_over({&anywhere, device}, numel, dtype);
-  take_memory_away(tensor.storage(), message);
-  return tensor;
-}
-
 c10::ScalarType shard_dtype(const at::Tensor& param, const FlatOptions& options,
                             c10::ScalarType compute_dtype) {
   const c10::ScalarType own = param.scalar_type();
@@ -61,11 +46,38 @@ std::string released_message(const std::string& unit, const std::vector<std::str
   return "zerocore: unit '" + unit + "' is sharded" + kRemedy + " (its parameters: " + list + ")";
 }
 
+// Strides of a full parameter in the flat buffer: a dense one keeps its own (channels_last stays
+// so); another one becomes contiguous.
+std::vector<int64_t> strides_of(const at::Tensor& param) {
+  if (param.is_non_overlapping_and_dense()) return param.strides().vec();
+  std::vector<int64_t> strides(param.dim());
+  int64_t stride = 1;
+  for (int64_t d = param.dim() - 1; d >= 0; --d) {
+    strides[d] = stride;
+    stride *= std::max<int64_t>(param.size(d), 1);
+  }
+  return strides;
+}
+
 }  // namespace
 
+Flat::Values Flat::blank(const std::vector<at::Tensor>& params, const Transport& transport,
+                         c10::Device device) {
+  c10::InferenceMode normal(false);
+  const Layout layout(numels(params), transport.shards(), transport.replicas());
+  const at::TensorOptions like = params.at(0).options().requires_grad(std::nullopt);
+  Values values{at::zeros({layout.total()}, like.device(device)), {}};
+  for (size_t i = 0; i < params.size(); ++i) {
+    const int64_t offset = layout.offset(static_cast<int64_t>(i));
+    values.views.push_back(
+        make_view(values.full, offset, params[i].sizes(), strides_of(params[i])));
+  }
+  return values;
+}
+
 Flat::Flat(std::string unit, std::vector<std::string> names, std::vector<at::Tensor> params,
-           const FlatOptions& options, Transport& transport, std::shared_ptr<DevicePool> windows,
-           int channel)
+           at::Tensor full, const FlatOptions& options, Transport& transport,
+           std::shared_ptr<DevicePool> windows, int channel)
     : unit_(std::move(unit)),
       names_(std::move(names)),
       params_(std::move(params)),
@@ -83,9 +95,7 @@ Flat::Flat(std::string unit, std::vector<std::string> names, std::vector<at::Ten
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
   for (int64_t i = 0; i < size(); ++i) describe(i);
-  const at::TensorOptions like = params_[0].options().requires_grad(std::nullopt);
-  at::Tensor full = at::zeros({layout_.total()}, like.device(windows_->streams().device()));
-  fill(full);
+  TORCH_INTERNAL_ASSERT(full.numel() == layout_.total(), "expected values from Flat::blank");
   transport_.broadcast(full);
   if (shard_is_slot_) {
     window_ = full.to(shard_dtype_);
@@ -117,28 +127,14 @@ Flat::~Flat() {
 
 void Flat::describe(int64_t i) {
   const at::Tensor& param = params_[i];
-  sizes_.push_back(param.sizes().vec());
-  // A dense parameter keeps its strides (channels_last stays so); another one becomes contiguous.
-  std::vector<int64_t> strides(param.dim());
-  if (param.is_non_overlapping_and_dense()) {
-    strides = param.strides().vec();
-  } else {
-    int64_t stride = 1;
-    for (int64_t d = param.dim() - 1; d >= 0; --d) {
-      strides[d] = stride;
-      stride *= std::max<int64_t>(param.size(d), 1);
-    }
-  }
+  std::vector<int64_t> strides = strides_of(param);
   std::vector<int64_t> order(param.dim());
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(),
                    [&](int64_t a, int64_t b) { return strides[a] > strides[b]; });
+  sizes_.push_back(param.sizes().vec());
   strides_.push_back(std::move(strides));
   memory_order_.push_back(std::move(order));
-}
-
-void Flat::fill(const at::Tensor& full) const {
-  for (int64_t i = 0; i < size(); ++i) full_view(full, i).copy_(params_[i]);
 }
 
 at::Tensor Flat::own_slot(const at::Tensor& buffer) const {

@@ -45,12 +45,20 @@ struct FlatOptions {
 // it steps spares that: slot() and slot_written().
 class Flat {
  public:
-  // params: real parameters of one dtype; rank 0's values are broadcast, to the device of the
-  // windows, and their memory is let go. names: as in error messages. channel: unique among the
-  // transport's users, and the next number is used too.
+  struct Values {
+    at::Tensor full;                // 1-D, padded
+    std::vector<at::Tensor> views;  // N-D, of full: one a parameter, to be written to
+  };
+  // Zeros that will hold the full values of these parameters, of one dtype and any device.
+  static Values blank(const std::vector<at::Tensor>& params, const Transport& transport,
+                      c10::Device device);
+
+  // full: from blank(params), filled, on the device of the windows; rank 0's is taken on every
+  // rank. The parameters become views of the shard; whatever they showed is let go. names: as in
+  // error messages. channel: unique among the transport's users, and the next number is used too.
   Flat(std::string unit, std::vector<std::string> names, std::vector<at::Tensor> params,
-       const FlatOptions& options, Transport& transport, std::shared_ptr<DevicePool> windows,
-       int channel);
+       at::Tensor full, const FlatOptions& options, Transport& transport,
+       std::shared_ptr<DevicePool> windows, int channel);
   ~Flat();
   Flat(const Flat&) = delete;
 
@@ -125,7 +133,6 @@ class Flat {
 
  private:
   void describe(int64_t i);
-  void fill(const at::Tensor& full) const;
   void make_views();
   void make_window();
   at::Tensor own_slot(const at::Tensor& buffer) const;

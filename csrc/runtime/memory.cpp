@@ -67,4 +67,19 @@ at::Tensor tensor_over(c10::DataPtr data, int64_t numel, c10::ScalarType dtype) 
   return at::empty({0}, at::TensorOptions().dtype(dtype).device(device)).set_(storage, 0, {numel});
 }
 
+void take_memory_away(const c10::Storage& storage, const std::string& message) {
+  c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
+  impl->set_data_ptr_noswap(c10::DataPtr(nullptr, impl->device()));
+  impl->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+}
+
+// Storage is made with an address that is not null: a device would allocate memory for it else.
+at::Tensor without_memory(c10::Device device, int64_t numel, c10::ScalarType dtype,
+                          const std::string& message) {
+  static char anywhere;
+  const at::Tensor tensor = tensor_over({&anywhere, device}, numel, dtype);
+  take_memory_away(tensor.storage(), message);
+  return tensor;
+}
+
 }  // namespace zerocore

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "runtime/pool.h"
@@ -78,5 +79,12 @@ class DevicePool {
 
 // A tensor over memory that `data` owns.
 at::Tensor tensor_over(c10::DataPtr data, int64_t numel, c10::ScalarType dtype);
+
+// From now on, reading what is stored there raises a RuntimeError of this text.
+void take_memory_away(const c10::Storage& storage, const std::string& message);
+
+// A 1-D tensor that only has a size: reading it raises a RuntimeError of this text.
+at::Tensor without_memory(c10::Device device, int64_t numel, c10::ScalarType dtype,
+                          const std::string& message);
 
 }  // namespace zerocore

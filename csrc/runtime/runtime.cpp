@@ -51,6 +51,10 @@ Runtime::Runtime(RuntimeOptions options)
 
 Runtime::~Runtime() = default;
 
+Flat::Values Runtime::blank(const std::vector<at::Tensor>& params) const {
+  return Flat::blank(params, *transport_, streams_.device());
+}
+
 int Runtime::add_unit(std::string name, std::vector<FlatParams> flats) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   auto unit = std::make_unique<Unit>();
@@ -59,7 +63,8 @@ int Runtime::add_unit(std::string name, std::vector<FlatParams> flats) {
   for (FlatParams& group : flats) {
     FlatOptions flat_options{options_.compute_dtype, options_.master_dtype, options_.persistent};
     auto flat = std::make_unique<Flat>(unit->name, std::move(group.names), std::move(group.params),
-                                       flat_options, *transport_, windows_, next_channel_);
+                                       std::move(group.full), flat_options, *transport_, windows_,
+                                       next_channel_);
     next_channel_ += 2;
     unit->gradients.push_back(
         std::make_unique<Gradients>(*flat, gradient_dtypes(*flat), scale, buffers_));
