@@ -151,7 +151,9 @@ def _seal(tape: Tape, model: nn.Module) -> None:
         return
     for tensor in own.values():
         _pending[tensor] = tape
-    _refuse_state_dicts(tape, model)
+    guard = _Guard(tape)
+    for module in model.modules():
+        guard.watch(module)
 
 
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -159,15 +161,24 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.buffers()
 
 
-def _refuse_state_dicts(tape: Tape, model: nn.Module) -> None:
-    """Makes state dicts of modules whose tensors have no memory an error.
+class _Guard:
+    """A hook that makes state dicts, copies and pickles of a module without memory an error.
 
-    A state dict holds tensors and reads none: without this, whoever reads it later would be told.
+    A state dict holds tensors and reads none, and a pickle comes to the hooks of a module first:
+    without this, whoever reads the one would be told later, and the other would fail obscurely.
     """
-    held = weakref.ref(tape)
 
-    def before(module: nn.Module, *args: Any) -> None:
-        tape = held()
+    def __init__(self, tape: Tape) -> None:
+        self._tape = weakref.ref(tape)
+
+    def watch(self, module: nn.Module) -> None:
+        """Until the tape is cleared."""
+        tape = self._tape()
+        tape.when_cleared.append(module.register_state_dict_pre_hook(self).remove)
+        tape.when_cleared.append(module.register_load_state_dict_pre_hook(self).remove)
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        tape = self._tape()
         tensors = (*module.named_parameters(), *module.named_buffers())
         names = [name for name, t in tensors if tape is not None and tape.owns(t)]
         if names:
@@ -176,6 +187,8 @@ def _refuse_state_dicts(tape: Tape, model: nn.Module) -> None:
                 f"from zerocore.deferred is made or loaded, got {names[0]!r} without memory"
             )
 
-    for module in model.modules():
-        tape.when_cleared.append(module.register_state_dict_pre_hook(before).remove)
-        tape.when_cleared.append(module.register_load_state_dict_pre_hook(before).remove)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(
+            "zerocore: expected zerocore.shard(model, ...) before a model from zerocore.deferred "
+            "is copied or pickled, got one without memory"
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -32,11 +32,43 @@ _GEOMETRY = frozenset("_unsafe_view lift_fresh alias detach _reshape_alias set_"
 _READS = frozenset("_local_scalar_dense equal nonzero is_nonzero allclose".split())
 _COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")
 
-_Call = Callable[..., Any]
-
 
 class Refused(NotImplementedError):
     """Something in `build` that cannot be put off."""
+
+
+class _Call(NamedTuple):
+    """An operator and its flattened (args, kwargs)."""
+
+    func: Any
+    leaves: list[Any]
+    spec: TreeSpec
+
+    @property
+    def name(self) -> str:
+        return self.func._schema.name.partition("::")[2]
+
+    @property
+    def draws(self) -> bool:
+        """Whether it is a random operator."""
+        return torch.Tag.nondeterministic_seeded in self.func.tags
+
+    def written(self) -> list[torch.Tensor]:
+        """The tensors that it writes to, by its schema."""
+        args, kwargs = tree_unflatten(self.leaves, self.spec)
+        found = []
+        for i, argument in enumerate(self.func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            by_name = argument.kwarg_only or i >= len(args)
+            value = kwargs.get(argument.name) if by_name else args[i]
+            found += [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+        return found
+
+    def run(self, change: Callable[[Any], Any]) -> Any:
+        """Its result with `change` applied to the leaves."""
+        args, kwargs = tree_unflatten(list(map(change, self.leaves)), self.spec)
+        return self.func(*args, **kwargs)
 
 
 class Recorder(TorchDispatchMode):
@@ -56,12 +88,11 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        leaves, spec = tree_flatten((args, kwargs))
-        if not any(map(self.tape.owns, leaves)):
-            return self._create(func, args, kwargs, leaves)
-        name = func._schema.name.partition("::")[2]
-        if func.is_view or name in _GEOMETRY or torch.Tag.inplace_view in func.tags:
-            if name.startswith("resize"):
+        call = _Call(func, *tree_flatten((args, kwargs)))
+        if not any(map(self.tape.owns, call.leaves)):
+            return self._create(call, args, kwargs)
+        if func.is_view or call.name in _GEOMETRY or torch.Tag.inplace_view in func.tags:
+            if call.name.startswith("resize"):
                 raise _refusal(func, "resizing a large tensor", "make it of its final size")
             if func is torch.ops.aten.set_.source_Tensor:
                 _C.show(*args)  # torch's own reads the address
@@ -73,17 +104,14 @@ class Recorder(TorchDispatchMode):
                 "collectives and DTensors inside of `build`",
                 "parallelize the model without zerocore.deferred",
             )
-        written = _written(func, args, kwargs)
-        devices = (leaf for leaf in leaves if isinstance(leaf, torch.device))
-        leaves_cpu = any(device.type != "cpu" for device in devices)
-        if not written and (leaves_cpu or name in _READS):
-            return self._run_real(func, leaves, spec)
+        written = call.written()
         owned = [tensor for tensor in written if self.tape.owns(tensor)]
-        if written and not owned:
-            return self._run_real(func, leaves, spec)
-        if torch.Tag.nondeterministic_seeded in func.tags and name not in _DRAWS_BY_SHAPE:
+        by_value = call.name in _READS or any(map(_is_elsewhere, call.leaves))
+        if (written or by_value) and not owned:
+            return self._run_real(call)
+        if call.draws and call.name not in _DRAWS_BY_SHAPE:
             if not owned:
-                return self._run_real(func, leaves, spec)
+                return self._run_real(call)
             raise _refusal(
                 func,
                 "a random operator whose draws may depend on values",
@@ -91,33 +119,31 @@ class Recorder(TorchDispatchMode):
                 "bernoulli_(p)",
             )
         try:
-            returned, same = _on_meta(func, leaves, spec)
+            returned, same = _on_meta(call)
         except NotImplementedError as error:
             if owned:
                 raise _refusal(func, "an operator without a shape rule", "leave it out") from error
-            return self._run_real(func, leaves, spec)
+            return self._run_real(call)
         except RuntimeError:
             if owned:
                 raise  # what torch says about the arguments
-            return self._run_real(func, leaves, spec)  # a shape that depends on values
+            return self._run_real(call)  # a shape that depends on values
         if not owned and not any(isinstance(t, torch.Tensor) for t in tree_flatten(returned)[0]):
-            return self._run_real(func, leaves, spec)
-        remembered = list(map(self._remembered, leaves))
+            return self._run_real(call)
+        remembered = list(map(self._remembered, call.leaves))
         if len(owned) < len(written):  # of a list, some are real
-            self._run_real(func, leaves, spec)
-        return self._record(func, leaves, remembered, spec, returned, same, written)
+            self._run_real(call)
+        return self._record(call, remembered, returned, same, written)
 
-    def _create(self, func: Any, args: tuple, kwargs: dict, leaves: list[Any]) -> Any:
+    def _create(self, call: _Call, args: tuple, kwargs: dict) -> Any:
         """A call on no tensor of the tape: it may make one."""
-        name = func._schema.name.partition("::")[2]
+        func, name = call.func, call.name
         arguments = {argument.name for argument in func._schema.arguments}
-        device = kwargs.get("device")
-        from_real = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        from_real = any(isinstance(leaf, torch.Tensor) for leaf in call.leaves)
         if (
             "device" not in arguments
             or (from_real and not name.startswith("new_") and not name.endswith("_like"))
-            or (device is not None and torch.device(device).type != "cpu")
-            or (device is None and any(_elsewhere(leaf) for leaf in leaves))
+            or any(map(_is_elsewhere, call.leaves))
             or func is torch.ops.aten.scalar_tensor.default
         ):
             return func(*args, **kwargs)
@@ -129,31 +155,30 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if "dtype" in arguments:
             kwargs = kwargs | {"dtype": like.dtype}
-        leaves, spec = tree_flatten((args, kwargs))
+        call = _Call(func, *tree_flatten((args, kwargs)))
         # Of tensors that new ones are made like, only the geometry counts.
-        remembered = [blank(_to_meta(t)) if isinstance(t, torch.Tensor) else t for t in leaves]
-        return self._record(func, leaves, remembered, spec, like, {}, [])
+        remembered = [
+            blank(_to_meta(leaf)) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in call.leaves
+        ]
+        return self._record(call, remembered, like, {}, [])
 
-    def _run_real(self, func: Any, leaves: list[Any], spec: TreeSpec) -> Any:
+    def _run_real(self, call: _Call) -> Any:
         """Calls the operator on values."""
-        tape = self.tape
-        written = {id(leaf) for leaf in _written(func, *tree_unflatten(leaves, spec))}
+        written = {id(tensor) for tensor in call.written()}
 
         def value(leaf: Any) -> Any:
-            if not tape.owns(leaf):
+            if not self.tape.owns(leaf):
                 return leaf
-            now = tape.value_now(leaf)
+            now = self.tape.value_now(leaf)
             return now.clone() if id(leaf) in written else now
 
-        args, kwargs = tree_unflatten(list(map(value, leaves)), spec)
-        return func(*args, **kwargs)
+        return call.run(value)
 
     def _record(
         self,
-        func: Any,
-        leaves: list[Any],
+        call: _Call,
         remembered: list[Any],
-        spec: TreeSpec,
         returned: Any,
         same: dict[int, torch.Tensor],
         written: list[torch.Tensor],
@@ -167,39 +192,44 @@ class Recorder(TorchDispatchMode):
             written: the arguments that the call writes to.
         """
         tape = self.tape
-        made, result_spec = tree_flatten(returned)
+        draw = drawn = None
+        if call.draws:
+            draw, drawn = self._draw(call, written)
+            if not written:  # some meta kernels have other strides
+                returned = torch.empty_strided(
+                    drawn.size(), drawn.stride(), dtype=drawn.dtype, device="meta"
+                )
+        made, spec = tree_flatten(returned)
         tensors = [leaf for leaf in made if isinstance(leaf, torch.Tensor)]
         new = {id(t): tape.blank(t) for t in tensors if id(t) not in same}
-        result = tree_unflatten([(new | same).get(id(leaf), leaf) for leaf in made], result_spec)
-        name = func._schema.name.partition("::")[2]
-        if name in _UNINITIALISED:
+        result = tree_unflatten([(new | same).get(id(leaf), leaf) for leaf in made], spec)
+        if call.name in _UNINITIALISED:
             return result
-        owned = [leaf for leaf in leaves if tape.owns(leaf)]
-        reads = {key_of(leaf) for leaf in owned}
+        reads = {key_of(leaf) for leaf in call.leaves if tape.owns(leaf)}
         changed = {key_of(tensor) for tensor in written if tape.owns(tensor)}
         kills = {key_of(tensor) for tensor in new.values()}
-        if name in _OVERWRITE and covers_storage(leaves[0]):
-            sources = {key_of(leaf) for leaf in leaves[1:] if tape.owns(leaf)}
+        if call.name in _OVERWRITE and covers_storage(call.leaves[0]):
+            sources = {key_of(leaf) for leaf in call.leaves[1:] if tape.owns(leaf)}
             if not changed & sources:
                 kills |= changed
                 reads = sources
         ids = {id(tensor) for tensor in written}
         entry = Entry(
-            func=func,
+            func=call.func,
             leaves=remembered,
-            spec=spec,
+            spec=call.spec,
             outs=[Geometry.of(new[id(t)]) if id(t) in new else None for t in tensors],
             reads=reads,
             writes=changed | {key_of(tensor) for tensor in new.values()},
             kills=kills,
             scribbles=frozenset(
-                i for i, leaf in enumerate(leaves) if id(leaf) in ids and not tape.owns(leaf)
+                i for i, leaf in enumerate(call.leaves) if id(leaf) in ids and not tape.owns(leaf)
             ),
+            draw=draw,
         )
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self._draw(entry, leaves, ids)
-        else:
-            tape.record(entry)
+        tape.record(entry)
+        if drawn is not None:
+            self._keep(entry, drawn.untyped_storage())
         return result
 
     def _remembered(self, leaf: Any) -> Any:
@@ -207,38 +237,44 @@ class Recorder(TorchDispatchMode):
             return Geometry.of(leaf)
         return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
-    def _draw(self, entry: Entry, leaves: list[Any], written: set[int]) -> None:
-        """Records a random call and runs it over scratch memory."""
-        generators = (leaf for leaf in leaves if isinstance(leaf, torch.Generator))
+    def _draw(self, call: _Call, written: list[torch.Tensor]) -> tuple[Draw, torch.Tensor]:
+        """Runs a random call over scratch memory, which advances its generator; its result."""
+        generators = (leaf for leaf in call.leaves if isinstance(leaf, torch.Generator))
         generator = next(generators, torch.default_generator)
-        entry.draw = Draw(generator, generator.get_state())
+        draw = Draw(generator, generator.get_state())
+        ids = {id(tensor) for tensor in written}
 
         def scratch(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
             if not self.tape.owns(leaf):
-                return leaf.clone()
+                return leaf
             # What is read may be checked, a standard deviation for its sign: zeros are valid.
-            make = torch.empty_strided if id(leaf) in written else _zeros_strided
-            return make(leaf.size(), leaf.stride(), dtype=leaf.dtype)
+            memory = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype)
+            return memory if id(leaf) in ids else memory.zero_()
 
-        args, kwargs = tree_unflatten(list(map(scratch, leaves)), entry.spec)
-        drawn = entry.func(*args, **kwargs)
-        self.tape.record(entry)
-        storage = drawn.untyped_storage()
+        return draw, call.run(scratch)
+
+    def _keep(self, entry: Entry, storage: torch.UntypedStorage) -> None:
+        """Caches what a random call has left in scratch memory, if it is the value."""
         if len(entry.writes) == 1 and entry.kills == entry.writes and not entry.reads:
             (key,) = entry.writes
             if storage.nbytes() == self.tape.nbytes(key):
-                self.tape.keep(key, storage)  # it is the value
+                self.tape.keep(key, storage)
         heap.freed(storage.nbytes())
 
 
 class ReadsByHand(TorchFunctionMode):
-    """Gives values to what reads memory past the operators, and refuses what would keep it."""
+    """Gives values to what reads memory past the operators, and refuses what would keep it.
+
+    Values are also given to functions that call other operators under a recorder than without one:
+    singular values are computed with their vectors then, and rounded in another way.
+    """
 
     _READS = frozenset(
-        getattr(torch.Tensor, name)
-        for name in ("tolist", "numpy", "__array__", "__repr__", "__reduce_ex__")
+        getattr(torch.Tensor, name) for name in ("tolist", "numpy", "__array__", "__repr__")
+    )
+    _SINGULAR_VALUES = frozenset(
+        getattr(torch.linalg, name)
+        for name in ("svdvals", "matrix_norm", "norm", "cond", "matrix_rank")
     )
     _REFUSED = frozenset(
         getattr(torch.Tensor, name)
@@ -253,6 +289,10 @@ class ReadsByHand(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in self._SINGULAR_VALUES or (
+            func is torch.norm and "nuc" in (*args, *kwargs.values())
+        ):
+            return self._on_values(func, args, kwargs)
         if func not in self._READS | self._REFUSED or not self._tape.owns(args[0]):
             return func(*args, **kwargs)
         if func in self._REFUSED:
@@ -260,17 +300,24 @@ class ReadsByHand(TorchFunctionMode):
                 "zerocore.deferred: expected no use of a large tensor's address inside of `build`, "
                 f"got Tensor.{func.__name__}; do it after zerocore.shard, or leave it out"
             )
-        tensor = args[0]
-        with _disable_current_modes():
-            value = self._tape.value_now(tensor).clone()
-            if isinstance(tensor, torch.nn.Parameter):
-                value = torch.nn.Parameter(value, tensor.requires_grad)
-            else:
-                value.requires_grad_(tensor.requires_grad)
-            result = func(value, *args[1:], **kwargs)
+        result = self._on_values(func, args, kwargs)
         if func in (torch.Tensor.numpy, torch.Tensor.__array__):
             result.flags.writeable = False  # writes would be lost
         return result
+
+    def _on_values(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Calls a function as without a recorder."""
+
+        def value(leaf: Any) -> Any:
+            if not self._tape.owns(leaf):
+                return leaf
+            now = self._tape.value_now(leaf).clone()
+            if isinstance(leaf, torch.nn.Parameter):
+                return torch.nn.Parameter(now, leaf.requires_grad)
+            return now.requires_grad_(leaf.requires_grad)
+
+        with _disable_current_modes():
+            return _Call(func, *tree_flatten((args, kwargs))).run(value)
 
 
 def _refusal(func: Any, what: str, remedy: str) -> Refused:
@@ -280,47 +327,31 @@ def _refusal(func: Any, what: str, remedy: str) -> Refused:
     )
 
 
-def _written(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """The tensors that a call writes to, by its schema."""
-    found = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        by_name = argument.kwarg_only or i >= len(args)
-        value = kwargs.get(argument.name) if by_name else args[i]
-        found += [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
-    return found
-
-
 def _to_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, torch.Tensor) else value
 
 
-def _elsewhere(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
+def _is_elsewhere(value: Any) -> bool:
+    """Whether it is another device than the CPU, or a tensor there."""
+    device = value.device if isinstance(value, torch.Tensor) else value
+    return isinstance(device, torch.device) and device.type != "cpu"
 
 
-def _zeros_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype).zero_()
-
-
-def _on_meta(func: Any, leaves: list[Any], spec: TreeSpec) -> tuple[Any, dict[int, torch.Tensor]]:
-    """The call on meta tensors; and by their ids, the tensors that they stand for."""
+def _on_meta(call: _Call) -> tuple[Any, dict[int, torch.Tensor]]:
+    """The result on meta tensors; and by their ids, the arguments that they stand for."""
     same: dict[int, torch.Tensor] = {}
-    stand_ins = []
-    for leaf in leaves:
+    stand_ins = []  # alive, so that ids are theirs
+
+    def stand_in(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            stand_in = torch.empty_strided(
-                leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta"
-            )
-            same[id(stand_in)] = leaf
-            leaf = stand_in
-        elif isinstance(leaf, torch.device):
-            leaf = torch.device("meta")
-        elif isinstance(leaf, torch.Generator):
-            leaf = None
-        stand_ins.append(leaf)
-    args, kwargs = tree_unflatten(stand_ins, spec)
-    returned = func(*args, **kwargs)
+            meta = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
+            same[id(meta)] = leaf
+            stand_ins.append(meta)
+            return meta
+        if isinstance(leaf, torch.device):
+            return torch.device("meta")
+        return None if isinstance(leaf, torch.Generator) else leaf
+
+    returned = call.run(stand_in)
     kept = {id(leaf) for leaf in tree_flatten(returned)[0]}
     return returned, {i: leaf for i, leaf in same.items() if i in kept}
