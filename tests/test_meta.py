@@ -45,7 +45,8 @@ def initialised(stage, init, log=False):
     def constant(module):
         calls.append(type(module).__name__)
         for i, param in enumerate(module.parameters(recurse=False)):
-            assert param.device.type == "cpu" and param.isnan().all()
+            assert param.device.type == "cpu" and param.shape != torch.Size([1])
+            assert param.isnan().all() or (param == i + 0.5).all()  # the shared one comes twice
             param.fill_(i + 0.5)
         if isinstance(module, nn.BatchNorm1d):
             module.reset_running_stats()
@@ -150,7 +151,7 @@ REFUSED = [
     ),
     ("empty", Bare, r"init: expected.*got the model \(Bare, with table\).*not persistent"),
     ("zeros", Bare, "init: expected a function of a module, 'empty' or None, got 'zeros'"),
-    (forget, mlp, r"init: expected every element of '.*bias' to get a value, got NaN"),
+    (forget, mlp, r"init: expected every element of '.*' to get a value, got NaN"),
     (replace, mlp, "init: .*: expected it to fill 'weight' in place"),
 ]
 
@@ -208,7 +209,7 @@ def empty(stage):
     zerocore.shard(model, stage, units=UNITS, init="empty")
     x = torch.ones(3, 6)
     need = r"expected every parameter of a model sharded with init='empty' to be loaded"
-    with pytest.raises(RuntimeError, match=need + r".*'inlet.bias' and 14 more"):
+    with pytest.raises(RuntimeError, match=need + r".*'inlet.bias' and 13 more"):
         model(x)
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
@@ -216,8 +217,9 @@ def empty(stage):
     with pytest.raises(RuntimeError, match=need):
         opt.step()
     model.zero_grad()
+    # Without norm.* (but torch itself adds num_batches_tracked to a state of no version).
     model.load_state_dict({k: v for k, v in state.items() if "norm" not in k}, strict=False)
-    with pytest.raises(RuntimeError, match=need + r".*'norm.bias' and 4 more"):
+    with pytest.raises(RuntimeError, match=need + r".*'norm.bias' and 3 more"):
         model(x)
     norms = {k: v for k, v in state.items() if k not in ("norm.running_mean", "outlet.bias")}
     model.load_state_dict(norms, strict=False)

@@ -40,6 +40,7 @@ class Values:
         self._groups = groups
         tensors = [*model.parameters(), *model.buffers()]
         self.unloaded = initialiser.unloaded()
+        self._bytes = 0
         self._made = bool(initialiser) or any(map(is_blank, tensors))
 
     def of_unit(self, core: _C.Runtime, plan: UnitPlan) -> list[torch.Tensor]:
@@ -52,6 +53,9 @@ class Values:
         params = [param for flat in plan.flats() for _, param in flat]
         fulls: list[torch.Tensor] = []
         error = None
+        # The last unit's, and what its values were made from, are free by now.
+        heap.freed(self._bytes)
+        self._bytes = 2 * plan.bytes
         try:
             views = []
             for flat in plan.flats():
@@ -80,6 +84,7 @@ class Values:
             error = caught
         self._agree(error)
         forget(buffers)
+        heap.trim()
         modules = registry.own_modules(self._model)
         _move_buffers(modules, device)
         found = [buffer for module in modules for buffer in module.buffers(recurse=False)]
@@ -96,7 +101,6 @@ class Values:
                 views[i].copy_(params[i])
             elif _values_are_taken(self._groups):
                 views[i].copy_(tape.value(params[i]))
-                heap.freed(views[i].nbytes)
 
     def _agree(self, error: Exception | None) -> None:
         if self._made:

@@ -89,7 +89,7 @@ class Heap:
     one tensor lives at a time.
     """
 
-    _EVERY = 64 * 2**20  # a trim makes pages that are used again fault again: not after each block
+    _EVERY = 32 * 2**20  # a trim makes pages that are used again fault again: not after each block
 
     def __init__(self) -> None:
         self._freed = 0
