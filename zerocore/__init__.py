@@ -23,6 +23,7 @@ except ImportError as error:
 else:
     from zerocore.api import info, ledger, no_sync, shard, stats
     from zerocore.backend import Backend, backend
+    from zerocore.checkpoint import latest, load, save
     from zerocore.deferred import deferred
     from zerocore.ema import EMA
     from zerocore.ledger import Ledger
@@ -48,10 +49,13 @@ __all__ = [
     "full_state_dict",
     "gathered",
     "info",
+    "latest",
     "ledger",
+    "load",
     "load_optimizer_state_dict",
     "no_sync",
     "optimizer_state_dict",
+    "save",
     "shard",
     "stats",
 ]

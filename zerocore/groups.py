@@ -168,6 +168,14 @@ class _Made:
             group = self.groups[key] = _new_group(*key, self.counts[key])
         return group
 
+    def discard(self, group: dist.ProcessGroup | None) -> None:
+        """Ends a group, which is not given out again."""
+        for key, made in list(self.groups.items()):
+            if made is group:
+                del self.groups[key]
+        if group is not None and group in c10d._world.pg_map:
+            dist.destroy_process_group(group)
+
     def claim(self, ranks: tuple[int, ...], control: dist.ProcessGroup) -> tuple[int, Claim]:
         """The lowest number that no model over these ranks has, on none of them; a collective."""
         claims = self.claims.setdefault(tuple(sorted(ranks)), weakref.WeakValueDictionary())
@@ -376,3 +384,56 @@ def widest(models: Iterable[Groups]) -> Groups:
                 f"{result.ranks.all}; use an optimizer for each"
             )
     return result
+
+
+def this_rank() -> int:
+    """The number of this process in the default group."""
+    return dist.get_rank()
+
+
+def checkpoint_groups(models: list[Groups], others: list[int]) -> Groups:
+    """A control group of its own for all ranks that have a part of some models; a collective.
+
+    Args:
+        models: a model and those in it.
+        others: ranks that this one shares parameters with by tensor parallelism.
+
+    Raises:
+        ValueError: if a model is on some of the ranks only: each may have another copy of it.
+    """
+    outer = widest(models)
+    for groups in models:
+        if sorted(groups.ranks.all) != sorted(outer.ranks.all):
+            raise ValueError(
+                "zerocore: expected a model that is on the same ranks as a whole, for its "
+                f"checkpoints, got a submodule on the ranks {groups.ranks.all} of "
+                f"{outer.ranks.all}; shard it over all of them, or save it by itself"
+            )
+    everyone: list[Any] = [others]
+    if outer.control is not None:
+        everyone = [None] * len(outer.ranks.all)
+        dist.all_gather_object(everyone, others, group=outer.control)
+    ranks = tuple(sorted(set(outer.ranks.all).union(*everyone)))
+    group = _made.group("checkpoint", ranks)
+    return Groups(Ranks(ranks, ranks, ()), None, None, None, None, group, "gloo", None)
+
+
+def gather_to_first(value: Any, groups: Groups) -> list[Any]:
+    """The values of all ranks, in their order, on the first one; nothing on others. A collective.
+
+    Over the control group.
+    """
+    if groups.control is None:
+        return [value]
+    first = min(groups.ranks.all)
+    found = [None] * len(groups.ranks.all) if dist.get_rank() == first else None
+    dist.gather_object(value, found, dst=first, group=groups.control)
+    return found or []
+
+
+def discard(groups: Groups) -> None:
+    """Ends a control group in which a collective failed: peers that wait in it get an error.
+
+    The next one over its ranks is another group, on all of them.
+    """
+    _made.discard(groups.control)

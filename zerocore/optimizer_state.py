@@ -5,62 +5,29 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from zerocore import groups as process_groups
 from zerocore import registry
-from zerocore.optim import AdamW, check_options
+from zerocore.optim import AdamW
+from zerocore.optimizer_places import (
+    NO_OPTIONS,
+    Fact,
+    Place,
+    check_adamw,
+    check_same,
+    elementwise,
+    facts_of,
+    matched_groups,
+    places_of,
+    scalar_keys,
+    some_of,
+)
 from zerocore.runtime import Sharded
-from zerocore.stepping import SHARD_MARK, mark_state_dicts
-
-# State of torch.optim with one number a parameter. Only asked about where the shapes do not tell,
-# in a state that holds nothing but 0-dim parameters.
-_SCALARS = ("step", "eta", "mu", "mu_product")
-
-
-_NO_OPTIONS = ("params", "param_names", SHARD_MARK)  # of a param group
-
-
-class _Place(NamedTuple):
-    """A parameter of the optimizer, and where it lives."""
-
-    name: str
-    param: torch.Tensor
-    sharded: Sharded | None  # None: an ordinary parameter of the model
-    entry: registry.Entry | None
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of the full parameter."""
-        return self.param.shape if self.entry is None else self.entry.shape
-
-    @property
-    def whole(self) -> bool:
-        """Whether every rank holds the full parameter's state."""
-        return self.sharded is None or len(self.sharded.groups.ranks.shard) == 1
-
-    def shard_shape(self) -> torch.Size:
-        """Of this rank's shard; the parameter may show something else now."""
-        if self.whole or self.entry is None:
-            return self.shape
-        entry = self.entry
-        start, stop = self.sharded.core.within_shard(entry.unit, entry.flat, entry.index)
-        if entry.shape:
-            return torch.Size([stop - start] + [1] * (len(entry.shape) - 1))
-        return torch.Size([] if stop > start else [0])
-
-
-class _Fact(NamedTuple):
-    """What ranks tell each other about one value of the state; the first three must be equal."""
-
-    name: str
-    key: str
-    what: str  # dtype, or the type of what is no tensor
-    shape: tuple[int, ...] | None
-    fits: bool  # it has the shape of the rank's shard
+from zerocore.stepping import mark_state_dicts
 
 
 def optimizer_state_dict(
@@ -88,135 +55,45 @@ def optimizer_state_dict(
     """
     caller = "zerocore.optimizer_state_dict"
     models = registry.require_sharded(model, caller)
-    places: list[list[_Place]] = []
+    places: list[list[Place]] = []
     error = None
     try:
-        places = _places(model, optimizer, caller)
+        places = places_of(model, optimizer, caller)
     except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
     members = list(itertools.chain.from_iterable(places))
     held = {place.name: dict(optimizer.state.get(place.param, {})) for place in members}
-    facts = [_facts(members, held, sharded) for sharded in models]
+    facts = [facts_of(members, held, sharded) for sharded in models]
     answers = process_groups.exchange(caller, [s.groups for s in models], error, facts)
     keep = not rank0_only or models[0].groups.first
     by_name = {place.name: place for place in members}
     full: dict[tuple[str, str], torch.Tensor] = {}
     for sharded, everyone in zip(models, answers, strict=True):
-        names = _elementwise(caller, everyone)
+        names = elementwise(caller, everyone)
         full |= _gather(sharded, [(by_name[n], k) for n, k in names], held, keep)
     if not keep:
         return {}
     state = {
         name: {
-            key: full[name, str(key)] if (name, str(key)) in full else _copied(value)
+            key: full[name, str(key)] if (name, str(key)) in full else copied(value)
             for key, value in values.items()
         }
         for name, values in held.items()
         if values
     }
-    options = [
-        {k: _copied(v) for k, v in group.items() if k not in _NO_OPTIONS}
-        for group in optimizer.param_groups
-    ]
-    if isinstance(optimizer, AdamW):  # torch's loading accepts no option that its AdamW lacks
-        for group in options:
-            group["decoupled_weight_decay"] = group.pop("decoupled")
+    options = group_options(optimizer)
     named = [{"params": [p.name for p in group]} for group in places]
     return {"state": state, "param_groups": [o | n for o, n in zip(options, named, strict=True)]}
 
 
-def _places(model: nn.Module, optimizer: torch.optim.Optimizer, caller: str) -> list[list[_Place]]:
-    """The optimizer's parameters, group by group."""
-    names = {id(param): name for name, param in model.named_parameters()}
-    places = []
-    for index, group in enumerate(optimizer.param_groups):
-        places.append([])
-        for param in group["params"]:
-            if id(param) not in names:
-                raise ValueError(
-                    f"{caller}: expected an optimizer of the model's parameters, got one of shape "
-                    f"{tuple(param.shape)} in param group {index} that is not in the model"
-                )
-            entry = registry.entry_of(param)
-            sharded = entry.sharded() if entry is not None else None
-            places[-1].append(_Place(names[id(param)], param, sharded, entry))
-    return places
-
-
-def _facts(
-    members: list[_Place],
-    held: Mapping[str, Mapping[Any, Any]],
-    sharded: Sharded,
-    numbers: bool = False,
-) -> list[_Fact]:
-    """What this rank holds of the parameters of one sharded model, in an order all ranks share.
-
-    Args:
-        numbers: with the values of single numbers; of full state, which all ranks have.
-    """
-    facts = []
-    for place in members:
-        if place.sharded is not sharded:
-            continue
-        for key, value in sorted(held[place.name].items(), key=lambda item: str(item[0])):
-            if isinstance(value, torch.Tensor):
-                fits = value.shape == place.shard_shape()
-                what = str(value.item()) if numbers and value.dim() == 0 else ""
-                what = f"{value.dtype} {what}".strip()
-                fact = _Fact(place.name, str(key), what, tuple(value.shape), fits)
-            else:
-                what = repr(value) if numbers else type(value).__name__
-                fact = _Fact(place.name, str(key), what, None, False)
-            facts.append(fact)
-    return facts
-
-
-def _elementwise(caller: str, everyone: list[tuple[int, list[_Fact]]]) -> list[tuple[str, str]]:
-    """(name, key) of the values that are split as the parameters are.
-
-    A single rank cannot tell: its shard of a 0-dim parameter has the shape of a step count. Every
-    rank comes to the same result, or error.
-    """
-    _check_same(caller, everyone)
-    found = []
-    for column in zip(*(facts for _, facts in everyone), strict=True):
-        fact = column[0]
-        if all(f.fits for f in column):
-            found.append((fact.name, fact.key))
-        elif any(f.shape for f in column):
-            shapes = {rank: f.shape for (rank, _), f in zip(everyone, column, strict=True)}
-            raise ValueError(
-                f"{caller}: expected {fact.key!r} of {fact.name!r} with the shape of each rank's "
-                f"shard, or one number, got the shapes {shapes} by rank; state that an optimizer "
-                "made before zerocore.shard, or that is not elementwise, does not fit shards"
-            )
-    return found
-
-
-def _check_same(caller: str, everyone: list[tuple[int, list[_Fact]]]) -> None:
-    first, reference = everyone[0]
-    for rank, facts in everyone[1:]:
-        for expected, got in itertools.zip_longest(reference, facts):
-            if expected is None or got is None or expected[:3] != got[:3]:
-                raise ValueError(
-                    f"{caller}: expected the same optimizer state on every rank, got a "
-                    f"difference: rank {first} has {_described(expected)}, rank {rank} has "
-                    f"{_described(got)}"
-                )
-
-
-def _described(fact: _Fact | None) -> str:
-    return f"{fact.key!r} of {fact.name!r} ({fact.what})" if fact is not None else "nothing more"
-
-
 def _gather(
     sharded: Sharded,
-    wanted: list[tuple[_Place, str]],
+    wanted: list[tuple[Place, str]],
     held: Mapping[str, Mapping[Any, Any]],
     keep: bool,
 ) -> dict[tuple[str, str], torch.Tensor]:
     """Full tensors by (name, key); nothing unless `keep`."""
-    buffers: dict[tuple[int, int, str, torch.dtype], list[tuple[_Place, torch.Tensor]]] = {}
+    buffers: dict[tuple[int, int, str, torch.dtype], list[tuple[Place, torch.Tensor]]] = {}
     for place, key in wanted:
         value = next(v for k, v in held[place.name].items() if str(k) == key).detach()
         buffer = (place.entry.unit, place.entry.flat, key, value.dtype)
@@ -241,7 +118,8 @@ def _gather(
     return full
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """A copy that shares no memory with `value`, a tensor or anything else."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
@@ -265,33 +143,39 @@ def load_optimizer_state_dict(
     """
     caller = "zerocore.load_optimizer_state_dict"
     models = registry.require_sharded(model, caller)
-    places: list[list[_Place]] = []
+    places: list[list[Place]] = []
     options: list[Mapping[str, Any]] = []
     state: dict[str, Mapping[Any, Any]] = {}
     error = None
     try:
-        places = _places(model, optimizer, caller)
+        places = places_of(model, optimizer, caller)
         _check_format(caller, state_dict)
-        options = _matched_groups(caller, places, state_dict["param_groups"])
+        options = matched_groups(caller, places, state_dict["param_groups"])
         state = _checked_state(caller, places, state_dict["state"])
         if isinstance(optimizer, AdamW):
-            _check_adamw(caller, places, options, state)
+            check_adamw(caller, places, options, state)
     except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
     members = [place for group in places for place in group if place.name in state]
     chosen = [
-        _Fact(f"param group {i}", str(key), repr(value), None, False)
+        Fact(f"param group {i}", str(key), repr(value), None, False)
         for i, group in enumerate(options)
         for key, value in sorted(group.items(), key=lambda item: str(item[0]))
-        if key not in _NO_OPTIONS
+        if key not in NO_OPTIONS
     ]
-    facts = [chosen + _facts(members, state, sharded, numbers=True) for sharded in models]
+    facts = [chosen + facts_of(members, state, sharded, numbers=True) for sharded in models]
     for everyone in process_groups.exchange(caller, [s.groups for s in models], error, facts):
-        _check_same(caller, everyone)
+        check_same(caller, everyone)
     for sharded in models:
         sharded.core.settle()  # parameters show their shards, in the dtype that state is cast to
-    _replace(optimizer, places, options, state)
-    mark_state_dicts(optimizer)
+    members = list(itertools.chain.from_iterable(places))
+    scalar = scalar_keys([place for place in members if place.name in state], state)
+    parts = {
+        place.name: {key: _part(place, v, key in scalar) for key, v in state[place.name].items()}
+        for place in members
+        if place.name in state
+    }
+    replace_state(optimizer, places, options, parts, scalar)
 
 
 def _check_format(caller: str, state_dict: Mapping[str, Any]) -> None:
@@ -322,69 +206,8 @@ def _check_format(caller: str, state_dict: Mapping[str, Any]) -> None:
             )
 
 
-def _check_adamw(
-    caller: str,
-    places: list[list[_Place]],
-    options: list[Mapping[str, Any]],
-    state: Mapping[str, Mapping[Any, Any]],
-) -> None:
-    """Asks for what zerocore.AdamW finds out at its next step only."""
-    check_options(options)
-    for name, values in state.items():
-        missing = {"step", "exp_avg", "exp_avg_sq"} - values.keys()
-        if missing:
-            raise ValueError(
-                f"{caller}: expected the state of Adam or AdamW, got that of {name!r} without "
-                f"{', '.join(sorted(missing))}"
-            )
-    for place in itertools.chain.from_iterable(places):
-        for key in ("exp_avg", "exp_avg_sq") if place.name in state else ():
-            if state[place.name][key].shape != place.shape:
-                raise ValueError(
-                    f"{caller}: expected {key!r} of {place.name!r} with the full shape "
-                    f"{tuple(place.shape)}, got {tuple(state[place.name][key].shape)}"
-                )
-
-
-def _matched_groups(
-    caller: str, places: list[list[_Place]], saved: list[Mapping[str, Any]]
-) -> list[Mapping[str, Any]]:
-    """The saved group of the same names for each of the optimizer's; empty ones in their order."""
-    if len(saved) != len(places):
-        raise ValueError(
-            f"{caller}: expected {len(places)} param groups, as the optimizer has, got {len(saved)}"
-        )
-    wanted = [{place.name for place in group} for group in places]
-    got = [set(group["params"]) for group in saved]
-    for what, some in (
-        ("missing", set().union(*wanted) - set().union(*got)),
-        ("unknown", set().union(*got) - set().union(*wanted)),
-    ):
-        if some:
-            raise ValueError(
-                f"{caller}: expected the optimizer's parameters in 'param_groups', got {what} "
-                f"names: {_some(some)}"
-            )
-    left = list(range(len(saved)))
-    matched = []
-    for index, names in enumerate(wanted):
-        same = [i for i in left if got[i] == names]
-        if not same:
-            raise ValueError(
-                f"{caller}: expected a param group of the same parameters as the optimizer's group "
-                f"{index} ({_some(names)}), got them grouped otherwise"
-            )
-        left.remove(same[0])
-        matched.append(saved[same[0]])
-    return matched
-
-
-def _some(names: set[str]) -> str:
-    return ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
 def _checked_state(
-    caller: str, places: list[list[_Place]], saved: Mapping[str, Mapping[Any, Any]]
+    caller: str, places: list[list[Place]], saved: Mapping[str, Mapping[Any, Any]]
 ) -> dict[str, Mapping[Any, Any]]:
     """The saved state by name, of which every tensor is full (on this rank) or one number."""
     by_name = {place.name: place for group in places for place in group}
@@ -392,7 +215,7 @@ def _checked_state(
     if unknown:
         raise ValueError(
             f"{caller}: expected state of the optimizer's parameters, got unknown names: "
-            f"{_some(unknown)}"
+            f"{some_of(unknown)}"
         )
     return {
         name: {key: _local(caller, by_name[name], key, value) for key, value in values.items()}
@@ -401,7 +224,7 @@ def _checked_state(
     }
 
 
-def _local(caller: str, place: _Place, key: Any, value: Any) -> Any:
+def _local(caller: str, place: Place, key: Any, value: Any) -> Any:
     """A value of the state as this rank's part of a tensor-parallel parameter has it."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
@@ -417,52 +240,54 @@ def _local(caller: str, place: _Place, key: Any, value: Any) -> Any:
     return value
 
 
-def _scalar_keys(members: list[_Place], state: Mapping[str, Mapping[Any, Any]]) -> set[Any]:
-    """The keys that hold one number a parameter.
+def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Copies of the options of each param group, under the names that torch's loading knows."""
+    options = [
+        {key: copied(value) for key, value in group.items() if key not in NO_OPTIONS}
+        for group in optimizer.param_groups
+    ]
+    if isinstance(optimizer, AdamW):  # torch's loading accepts no option that its AdamW lacks
+        for group in options:
+            group["decoupled_weight_decay"] = group.pop("decoupled")
+    return options
 
-    A 0-dim parameter's own tensors cannot tell: other parameters do.
-    """
-    scalar = dict.fromkeys(_SCALARS, True)
-    for place in members:
-        for key, value in state[place.name].items() if place.shape else ():
-            if isinstance(value, torch.Tensor):
-                scalar[key] = value.dim() == 0
-    return {key for key, one_number in scalar.items() if one_number}
 
-
-def _replace(
+def replace_state(
     optimizer: torch.optim.Optimizer,
-    places: list[list[_Place]],
+    places: list[list[Place]],
     options: list[Mapping[str, Any]],
-    state: Mapping[str, Mapping[Any, Any]],
+    parts: Mapping[str, dict[Any, Any]],
+    scalar: set[Any],
 ) -> None:
-    """Gives the optimizer this rank's part of the state."""
-    members = list(itertools.chain.from_iterable(places))
-    scalar = _scalar_keys([place for place in members if place.name in state], state)
-    parts = {
-        index: {key: _part(place, v, key in scalar) for key, v in state[place.name].items()}
-        for index, place in enumerate(members)
-        if place.name in state
-    }
+    """Gives the optimizer this rank's parts of the state, which it may keep.
+
+    Args:
+        places, options: of each param group.
+        parts: the state by parameter name and key.
+        scalar: keys that hold one number a parameter.
+    """
     groups = []
     indices = itertools.count()
     for group, saved in zip(places, options, strict=True):
         # Names that the user gave to the optimizer stay with their parameters.
-        kept = {k: _copied(v) for k, v in saved.items() if k not in _NO_OPTIONS}
+        kept = {k: copied(v) for k, v in saved.items() if k not in NO_OPTIONS}
         groups.append(kept | {"params": [next(indices) for _ in group]})
-    optimizer.load_state_dict({"state": parts, "param_groups": groups})
+    members = list(itertools.chain.from_iterable(places))
+    state = {i: parts[place.name] for i, place in enumerate(members) if place.name in parts}
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
     # It casts single numbers too to the parameter's dtype, in which they may lose bits; the step
     # count it leaves alone, or puts where the optimizer needs it.
-    for index, values in parts.items():
+    for index, values in state.items():
         numbers = {k: values[k] for k in values.keys() & scalar - {"step"}}
         optimizer.state[members[index].param].update(numbers)
+    mark_state_dicts(optimizer)
 
 
-def _part(place: _Place, value: Any, scalar: bool) -> Any:
+def _part(place: Place, value: Any, scalar: bool) -> Any:
     """The part of a value of the state that belongs to the rank, as a copy."""
     elementwise = isinstance(value, torch.Tensor) and (value.dim() > 0 or not scalar)
     if place.sharded is None or not elementwise:
-        return _copied(value)
+        return copied(value)
     entry = place.entry
     full = value.detach()
     return place.sharded.core.slice(entry.unit, entry.flat, entry.index, full).clone()

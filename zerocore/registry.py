@@ -24,6 +24,7 @@ class Entry:
         sharded: the sharded model that owns it (weak: the parameter must not keep it alive).
         name: its name in that model.
         shape: its full shape; of a DTensor's local tensor.
+        strides: those of the full parameter, which is dense.
         unit: index of its unit, 0 is the root.
         flat: index of its flat buffer in the unit.
         index: its place in the flat buffer.
@@ -33,6 +34,7 @@ class Entry:
     sharded: weakref.ref[Sharded]
     name: str
     shape: torch.Size
+    strides: tuple[int, ...]
     unit: int
     flat: int
     index: int

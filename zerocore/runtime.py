@@ -16,6 +16,7 @@ from zerocore import _C, policy, registry
 from zerocore.buffers import Buffers
 from zerocore.groups import Groups, exchange, reserve_channels
 from zerocore.policy import Lifetimes, MixedPrecision
+from zerocore.strides import memory_strides
 from zerocore.tensor_parallel import TensorParallel
 from zerocore.units import UnitPlan
 from zerocore.values import Values
@@ -203,7 +204,14 @@ class Sharded:
         for f, flat in enumerate(flats):
             for index, (name, param) in enumerate(flat):
                 entry = registry.Entry(
-                    weakref.ref(self), name, param.shape, unit, f, index, tensor_parallel.get(param)
+                    weakref.ref(self),
+                    name,
+                    param.shape,
+                    memory_strides(param),
+                    unit,
+                    f,
+                    index,
+                    tensor_parallel.get(param),
                 )
                 registry.add_param(param, entry)
         self.core.add_unit(

@@ -1,0 +1,234 @@
+"""zerocore.load."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path as FilePath
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerocore import registry
+from zerocore.checkpoint import values
+from zerocore.checkpoint.checks import found_keys, prefix_of, require_whole
+from zerocore.checkpoint.directory import MARKER, Marker, is_temporary, read_marker
+from zerocore.checkpoint.files import Progress, Sum, read_shards, sum_file
+from zerocore.checkpoint.format import METADATA, Catalog
+from zerocore.checkpoint.model_contents import ModelContents
+from zerocore.checkpoint.optimizer_contents import OptimizerTarget
+from zerocore.checkpoint.save import require_rest, require_same
+from zerocore.checkpoint.shards import FlatShard
+from zerocore.checkpoint.together import Together
+from zerocore.runtime import Sharded
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> dict[str, Any]:
+    """Loads what `zerocore.save` wrote, at any stage and on any number of ranks.
+
+    Reads any other directory of torch.distributed.checkpoint as well, of FSDP2 or plain PyTorch:
+    `{"model": ..., "optim": ...}`, or the model's state dict alone. Parameters, buffers and
+    optimizer state are read into place, chunk by chunk.
+
+    Before anything changes, checksums of all files are compared (each rank reads a part; there are
+    none in directories of others), and names, shapes, dtypes and param groups. On the same number
+    of ranks random states are restored; on another one they are left alone, with a warning.
+
+    Metadata and values that are no tensors are pickles: load checkpoints that you trust only.
+
+    A collective over the model's ranks.
+
+    Args:
+        optimizer: whose state and param groups are replaced, if the checkpoint has some.
+
+    Returns:
+        The extra values that were saved, by name: what `state_dict()` gave, or the values, tensors
+        on the CPU; empty for directories of others. What differed between ranks comes back to the
+        same rank; on another number of ranks it is left out, with a warning that names it.
+
+    Raises:
+        FileNotFoundError: if there is no directory at `path`.
+        ValueError: for a directory that is no checkpoint or is damaged, and for one of another
+            model or optimizer: on every rank, before anything changes.
+        RuntimeError: inside of `zerocore.gathered()` or `zerocore.EMA.applied()`, or if a rank is
+            lost, or a file could not be read any more while it was loaded.
+    """
+    caller = "zerocore.load"
+    models = registry.require_sharded(model, caller)
+    together = Together(caller, models)
+    directory = FilePath(os.path.abspath(os.fspath(path)))
+    marker = _opened(together, directory, models)
+    catalog = _verified(together, directory, marker)
+
+    def plan() -> tuple[Any, Any]:
+        for sharded in models:
+            sharded.core.before_write()
+        held = ModelContents(model, together.first)
+        prefix = prefix_of(catalog, held.tensors)
+        keys = found_keys(catalog, prefix, held.tensors, held.objects)
+        shards = dict(zip(keys, (stored.shard for stored in held.tensors), strict=True))
+        objects = {name: catalog.read(prefix + name) for name in held.objects}
+        target = None
+        if optimizer is not None:
+            target = OptimizerTarget(model, optimizer, catalog, caller)
+            require_whole(catalog, target.tensors)
+            shards |= target.tensors
+        extra, left_out = _extra_of(catalog, marker, together)
+        random = _random_of(catalog, marker, together)
+        return (held, shards, objects, target, extra, left_out, random), None
+
+    (held, shards, objects, target, extra, left_out, random), _ = together.agree(plan)
+    _fill(together, catalog, shards)
+
+    def finish() -> tuple[None, None]:
+        held.loaded(objects)
+        if target is not None:
+            target.loaded()
+        if random is not None:
+            values.restore_random_state(random, models[0].device)
+        return None, None
+
+    together.agree(finish)
+    if together.first:
+        _warn(marker, together, left_out)
+    return extra
+
+
+def _opened(together: Together, directory: FilePath, models: list[Sharded]) -> Marker | None:
+    """The marker of a directory; None if it is one of others."""
+
+    def open_() -> tuple[Marker | None, Any]:
+        require_rest(models, together.caller)
+        if any(sharded.shows_average for sharded in models):
+            raise RuntimeError(
+                f"{together.caller}: expected a call outside of zerocore.EMA.applied(), where the "
+                "model has its own parameters, got it inside"
+            )
+        if not directory.is_dir():
+            raise FileNotFoundError(
+                f"{together.caller}: expected a checkpoint, got {directory}, where no directory is"
+            )
+        marker = read_marker(directory)
+        if is_temporary(directory) or not (marker or (directory / METADATA).is_file()):
+            raise ValueError(
+                f"{together.caller}: expected a checkpoint, got {directory}, which has neither "
+                f"{MARKER!r} nor {METADATA!r}, or was never finished"
+            )
+        for name, expected in marker.files.items() if marker else ():
+            _require_size(directory / name, expected.bytes)
+        told = [("path", str(directory)), ("marker", repr(marker))]
+        return marker, told
+
+    marker, everyone = together.agree(open_)
+    require_same(together, everyone)
+    return marker
+
+
+def _require_size(path: FilePath, expected: int, at_least: bool = False) -> None:
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        raise ValueError(
+            f"expected the file {path}, got {error}; the checkpoint is damaged"
+        ) from None
+    if found < expected or (found > expected and not at_least):
+        raise ValueError(
+            f"expected {expected} bytes in {path}, got {found}; the checkpoint is damaged"
+        )
+
+
+def _verified(together: Together, directory: FilePath, marker: Marker | None) -> Catalog:
+    """What is in the directory, whose files are intact as far as that can be known."""
+
+    def verify(progress: Progress) -> None:
+        # Largest first, to the rank with the least so far; the same on all ranks.
+        load = [0] * len(together.ranks)
+        for name, expected in sorted(marker.files.items(), key=lambda f: (-f[1].bytes, f[0])):
+            index = load.index(min(load))
+            load[index] += expected.bytes
+            if index == together.index:
+                found = sum_file(directory / name, progress)
+                _require_sum(directory / name, found, expected)
+
+    if marker is not None:
+        together.work(verify)
+
+    def read() -> tuple[Catalog, None]:
+        contents = (directory / METADATA).read_bytes()
+        catalog = Catalog(directory, contents)
+        if marker is None:
+            if "zerocore.format" in catalog:
+                raise ValueError(
+                    f"expected the file {directory / MARKER}, got a checkpoint of zerocore without "
+                    "it, which is not complete"
+                )
+            for name, size in catalog.files().items():
+                _require_size(directory / name, size, at_least=True)
+        return catalog, None
+
+    catalog, _ = together.agree(read)
+    return catalog
+
+
+def _require_sum(path: FilePath, found: Sum, expected: Sum) -> None:
+    if found != expected:
+        raise ValueError(
+            f"expected {path} with the CRC-32 {expected.crc32:08x}, got {found.crc32:08x}; the "
+            "checkpoint is damaged"
+        )
+
+
+def _extra_of(
+    catalog: Catalog, marker: Marker | None, together: Together
+) -> tuple[dict[str, Any], list[str]]:
+    """The user's values for this rank; names of those that are for another number of ranks."""
+    extra: dict[str, Any] = {}
+    left_out: set[str] = set()
+    if marker is None:
+        return extra, []
+    for key in catalog.keys():
+        if key.startswith("extra.shared."):
+            name = key.removeprefix("extra.shared.")
+            extra[name] = values.unpacked(name, catalog.read(key))
+        elif key.startswith("extra.ranks."):
+            index, _, name = key.removeprefix("extra.ranks.").partition(".")
+            if marker.world != len(together.ranks):
+                left_out.add(name)
+            elif int(index) == together.index:
+                extra[name] = values.unpacked(name, catalog.read(key))
+    return extra, sorted(left_out)
+
+
+def _random_of(catalog: Catalog, marker: Marker | None, together: Together) -> Any:
+    """The random state of this rank; None on another number of ranks."""
+    if marker is None or marker.world != len(together.ranks):
+        return None
+    return values.unpacked("random state", catalog.read(f"random.{together.index}"))
+
+
+def _fill(together: Together, catalog: Catalog, shards: dict[str, FlatShard]) -> None:
+    """Reads everything into place."""
+    try:
+        together.work(lambda progress: read_shards(catalog, shards, progress))
+    except Exception as error:
+        raise RuntimeError(
+            f"{together.caller}: expected to read {catalog.path}, got {error}; model and optimizer "
+            "are partly loaded: load again, or start anew"
+        ) from error
+
+
+def _warn(marker: Marker | None, together: Together, left_out: list[str]) -> None:
+    if marker is None or marker.world == len(together.ranks):
+        return
+    text = (
+        f"zerocore.load: saved on {marker.world} ranks, loaded on {len(together.ranks)}: random "
+        "states are left alone"
+    )
+    if left_out:
+        text += f"; left out, since they differed between ranks: {', '.join(left_out)}"
+    warnings.warn(text, stacklevel=3)

@@ -1,0 +1,278 @@
+"""zerocore.save."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerocore import _C, registry
+from zerocore.checkpoint import values
+from zerocore.checkpoint.directory import Temporary, remove_older, remove_stale, require_free
+from zerocore.checkpoint.files import Progress, Sum, Writer
+from zerocore.checkpoint.format import Path, make_metadata
+from zerocore.checkpoint.model_contents import ModelContents
+from zerocore.checkpoint.optimizer_contents import OptimizerContents
+from zerocore.checkpoint.shards import FlatShard
+from zerocore.checkpoint.together import Together
+from zerocore.runtime import Sharded
+
+logger = logging.getLogger("zerocore")
+
+LOG_SECONDS = 5.0  # a save that takes longer says how far it is
+
+
+@dataclass
+class Contents:
+    """What this rank saves.
+
+    Attributes:
+        shards, objects: by path.
+        aliases: further names of tensors.
+        about: for the marker.
+    """
+
+    shards: dict[Path, FlatShard] = field(default_factory=dict)
+    objects: dict[Path, Any] = field(default_factory=dict)
+    aliases: dict[Path, Path] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    keep: int | None = None,
+    **extra: Any,
+) -> FilePath:
+    """Saves a checkpoint as a directory of torch.distributed.checkpoint, at once or not at all.
+
+    Parameters, persistent buffers and optimizer state have their original names and full shapes:
+    `model.<name>`, `optim.state.<name>.<key>`, `optim.param_groups.<i>.<option>`. `zerocore.load`
+    reads it at any stage and on any number of ranks; FSDP2 and plain PyTorch read it with
+    torch.distributed.checkpoint.load into `{"model": ..., "optim": ...}`. Every rank writes a part,
+    from where the data is. Of buffers, which are local to each rank, the first rank's are saved.
+    Random states of all ranks (Python, NumPy, torch, device) are saved too.
+
+    Nothing has the name `path` before everything is durable; on any error it is never made, on all
+    ranks, and other checkpoints are as they were. Unfinished directories of dead processes of this
+    host, `*.tmp-<host>-*` beside `path`, are removed.
+
+    A collective over the model's ranks, which share the directory that `path` is in.
+
+    Args:
+        path: where nothing is yet.
+        optimizer: of parameters of `model`.
+        keep: removes the oldest complete zerocore checkpoints beside `path`, by the order in which
+            they were saved, so that this many remain, the new one included. None: removes none.
+        extra: by name, anything with `state_dict()` (schedulers, zerocore.GradScaler, zerocore.EMA,
+            samplers), or a value that can be pickled. What differs between ranks is kept for each.
+
+    Returns:
+        `path`.
+
+    Raises:
+        FileExistsError: if there is something at `path`.
+        OSError: if the directory cannot be written, on the rank where that is so.
+        ValueError: for a model that is not sharded, an optimizer of other parameters, an extra
+            value that cannot be pickled, ranks that disagree, or an error of another rank.
+        RuntimeError: inside of `zerocore.gathered()`, or if a rank is lost.
+    """
+    caller = "zerocore.save"
+    models = registry.require_sharded(model, caller)
+    together = Together(caller, models)
+    final = FilePath(os.path.abspath(os.fspath(path)))
+    contents = _collect(together, final, model, models, optimizer, keep, extra)
+    _write(together, final, contents, keep)
+    return FilePath(path)
+
+
+def _collect(
+    together: Together,
+    final: FilePath,
+    model: nn.Module,
+    models: list[Sharded],
+    optimizer: torch.optim.Optimizer | None,
+    keep: int | None,
+    extra: dict[str, Any],
+) -> Contents:
+    """What this rank is to save. Raises, on all ranks, if any of them cannot."""
+    caller = together.caller
+
+    def prepare() -> tuple[Any, Any]:
+        if keep is not None and (not isinstance(keep, int) or keep < 1):
+            raise ValueError(f"{caller}: keep: expected an integer of at least 1, got {keep!r}")
+        if together.first:
+            require_free(final)
+        require_rest(models, caller)
+        for sharded in models:
+            sharded.core.settle()
+        held = ModelContents(model, together.first)
+        state, facts = None, []
+        if optimizer is not None:
+            state = OptimizerContents(model, models, optimizer, together.first, caller)
+            facts = state.facts
+        same = [("path", final), ("keep", keep), ("optimizer", type(optimizer).__name__)]
+        same += [("extra", sorted(extra))]
+        same += [(s.names[0], (tuple(s.shard.whole), s.shard.values.dtype)) for s in held.tensors]
+        return (held, state), ([(what, repr(value)) for what, value in same], facts)
+
+    (held, state), everyone = together.agree(prepare)
+    require_same(together, [same for same, _ in everyone])
+    contents = Contents(about=_about(models))
+    for stored in held.tensors:
+        own, *others = [("model", name) for name in stored.names]
+        contents.aliases |= {other: own for other in others}
+        if (part := stored.to_save()) is not None:
+            contents.shards[own] = part
+    if together.first:
+        contents.objects |= {("model", name): v for name, v in held.objects.items()}
+        contents.objects["zerocore", "format"] = 1
+    if state is not None:
+        ranked = list(zip(together.ranks, (facts for _, facts in everyone), strict=True))
+        tensors, objects = state.split(ranked)
+        contents.objects |= objects
+        for path, stored in tensors.items():
+            if (part := stored.to_save()) is not None:
+                contents.shards[path] = part
+    contents.objects |= _extra_objects(together, extra, models[0].device)
+    return contents
+
+
+def _extra_objects(
+    together: Together, extra: dict[str, Any], device: torch.device
+) -> dict[Path, bytes]:
+    """The user's values and the random state: once where all ranks have the same, else by rank."""
+
+    def pack() -> tuple[dict[str, bytes], dict[str, str]]:
+        states = values.states_of({name: extra[name] for name in sorted(extra)})
+        packed = {name: values.packed(name, state) for name, state in states.items()}
+        return packed, {name: values.fingerprint(state) for name, state in states.items()}
+
+    packed, prints = together.agree(pack)
+    index = str(together.index)
+    objects: dict[Path, bytes] = {}
+    for name, contents in packed.items():
+        if all(other[name] == prints[0][name] for other in prints):
+            if together.first:
+                objects["extra", "shared", name] = contents
+        else:
+            objects["extra", "ranks", index, name] = contents
+    objects["random", index] = values.packed("random state", values.random_state(device))
+    return objects
+
+
+def require_rest(models: list[Sharded], caller: str) -> None:
+    """Raises RuntimeError where parameters do not show their shards, or not themselves."""
+    for sharded in models:
+        for unit, name in enumerate(sharded.units):
+            if sharded.core.is_open(unit):
+                raise RuntimeError(
+                    f"{caller}: expected a call outside of zerocore.gathered(), got unit {name!r} "
+                    "opened by it"
+                )
+
+
+def require_same(together: Together, everyone: list[list[tuple[str, str]]]) -> None:
+    """Raises ValueError, on every rank, if two ranks have called with something different."""
+    for rank, facts in zip(together.ranks, everyone, strict=True):
+        if facts == everyone[0]:
+            continue
+        pairs = zip(everyone[0], facts, strict=False)
+        expected, got = next((pair for pair in pairs if pair[0] != pair[1]), ("more", "less"))
+        raise ValueError(
+            f"{together.caller}: expected the same call on every rank, got a difference: rank "
+            f"{together.ranks[0]} has {expected}, rank {rank} has {got}"
+        )
+
+
+def _about(models: list[Sharded]) -> dict[str, Any]:
+    return {
+        "zerocore": _C.BUILD["version"],
+        "torch": torch.__version__,
+        "models": [
+            {
+                "stage": sharded.options.stage,
+                "shards": len(sharded.groups.ranks.shard),
+                "replicas": len(sharded.groups.ranks.replicate),
+                "units": sharded.units,
+                "mixed_precision": repr(sharded.options.mixed_precision),
+            }
+            for sharded in models
+        ],
+    }
+
+
+def _write(together: Together, final: FilePath, contents: Contents, keep: int | None) -> None:
+    """Makes the checkpoint; a collective."""
+    temporary: Temporary | None = None
+    try:
+
+        def begin() -> tuple[Temporary | None, str]:
+            if not together.first:
+                return None, ""
+            remove_stale(final.parent)
+            made = Temporary(final)
+            return made, str(made.path)
+
+        temporary, paths = together.agree(begin)
+        directory = FilePath(paths[0])
+
+        def write(progress: Progress) -> Writer:
+            return _write_part(directory, together.index, contents, progress)
+
+        writer = together.work(write, _progress_log(final))
+        parts = together.to_first((writer.saved, writer.sums))
+
+        def commit() -> tuple[None, None]:
+            if together.first:
+                saved = [part for own, _ in parts for part in own]
+                files: dict[str, Sum] = {name: s for _, sums in parts for name, s in sums.items()}
+                metadata = make_metadata(saved, contents.aliases)
+                temporary.commit(metadata, files, len(together.ranks), contents.about)
+                if keep is not None:
+                    remove_older(final, keep)
+            return None, None
+
+        together.agree(commit)
+    finally:
+        if temporary is not None:
+            temporary.remove()
+
+
+def _write_part(directory: FilePath, index: int, contents: Contents, progress: Progress) -> Writer:
+    directory.mkdir(exist_ok=True)  # if it is not there, the first rank will miss these files
+    writer = Writer(directory, f"__{index}_", progress)
+    try:
+        for path, value in contents.objects.items():
+            writer.put_object(path, value)
+        for path, shard in contents.shards.items():
+            writer.put_shard(path, shard)
+        writer.close()
+    except BaseException:
+        writer.abandon()
+        raise
+    return writer
+
+
+def _progress_log(final: FilePath) -> Callable[[int], None]:
+    """Says how far a long save is."""
+    start = last = time.monotonic()
+
+    def note(count: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= LOG_SECONDS:
+            last = now
+            rate = count / (now - start) / 2**20
+            logger.info("%s: %.0f MiB written, %.0f MiB/s", final, count / 2**20, rate)
+
+    return note
