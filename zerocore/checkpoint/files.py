@@ -56,6 +56,7 @@ class _Stream(io.RawIOBase):
         super().__init__()
         self.file = open(path, "xb", buffering=2**16)
         self.sum = Sum(0, 0)
+        self.error: Exception | None = None  # the first one: torch.save hides it behind its own
         self._progress = progress
 
     def writable(self) -> bool:
@@ -64,12 +65,19 @@ class _Stream(io.RawIOBase):
     def write(self, contents: Any) -> int:
         """All of a bytes-like object, block by block."""
         view = memoryview(contents).cast("B")
+        try:
+            self._write(view)
+        except Exception as error:
+            self.error = self.error or error
+            raise
+        return len(view)
+
+    def _write(self, view: memoryview) -> None:
         for start in range(0, len(view), BLOCK_BYTES):
             block = view[start : start + BLOCK_BYTES]
             self.sum = Sum(self.sum.bytes + len(block), zlib.crc32(block, self.sum.crc32))
             self.file.write(block)
             self._progress.add(len(block))
-        return len(view)
 
 
 class _Syncer(threading.Thread):
@@ -175,7 +183,10 @@ class Writer:
             self._name = f"{self._prefix}{len(self.sums)}.distcp"
             self._stream = _Stream(self._directory / self._name, self._progress)
         position = self._stream.sum.bytes
-        torch.save(value, self._stream)
+        try:
+            torch.save(value, self._stream)
+        except Exception as error:
+            raise (self._stream.error or error) from error
         return self._name, position, self._stream.sum.bytes - position
 
     def _end_file(self) -> None:

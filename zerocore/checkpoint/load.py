@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zerocore import registry
-from zerocore.checkpoint import values
+from zerocore.checkpoint import background, values
 from zerocore.checkpoint.checks import found_keys, prefix_of, require_whole
 from zerocore.checkpoint.directory import MARKER, Marker, is_temporary, read_marker
 from zerocore.checkpoint.files import Progress, Sum, read_shards, sum_file
@@ -60,6 +60,7 @@ def load(
     """
     caller = "zerocore.load"
     models = registry.require_sharded(model, caller)
+    background.wait()  # it uses the same group
     together = Together(caller, models)
     directory = FilePath(os.path.abspath(os.fspath(path)))
     marker = _opened(together, directory, models)

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from zerocore import _C, registry
-from zerocore.checkpoint import values
+from zerocore.checkpoint import background, values
+from zerocore.checkpoint.background import Saving
 from zerocore.checkpoint.directory import Temporary, remove_older, remove_stale, require_free
 from zerocore.checkpoint.files import Progress, Sum, Writer
 from zerocore.checkpoint.format import Path, make_metadata
@@ -22,6 +23,7 @@ from zerocore.checkpoint.model_contents import ModelContents
 from zerocore.checkpoint.optimizer_contents import OptimizerContents
 from zerocore.checkpoint.shards import FlatShard
 from zerocore.checkpoint.together import Together
+from zerocore.optimizer_state import copied
 from zerocore.runtime import Sharded
 
 logger = logging.getLogger("zerocore")
@@ -44,15 +46,24 @@ class Contents:
     aliases: dict[Path, Path] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
 
+    def detach(self) -> None:
+        """Copies to the CPU what training goes on with."""
+        self.shards = {
+            path: replace(shard, values=shard.values.to("cpu", copy=True))
+            for path, shard in self.shards.items()
+        }
+        self.objects = {path: copied(value) for path, value in self.objects.items()}
+
 
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
+    async_: bool = False,
     keep: int | None = None,
     **extra: Any,
-) -> FilePath:
+) -> FilePath | Saving:
     """Saves a checkpoint as a directory of torch.distributed.checkpoint, at once or not at all.
 
     Parameters, persistent buffers and optimizer state have their original names and full shapes:
@@ -71,13 +82,16 @@ def save(
     Args:
         path: where nothing is yet.
         optimizer: of parameters of `model`.
+        async_: returns as soon as the state is copied (to the CPU: as much as this rank writes) and
+            writes in the background. A save or load that comes before it is done waits for it.
         keep: removes the oldest complete zerocore checkpoints beside `path`, by the order in which
             they were saved, so that this many remain, the new one included. None: removes none.
         extra: by name, anything with `state_dict()` (schedulers, zerocore.GradScaler, zerocore.EMA,
             samplers), or a value that can be pickled. What differs between ranks is kept for each.
 
     Returns:
-        `path`.
+        `path`; with `async_` a handle whose `result()` waits for it, and raises what went wrong
+        (else the next save does).
 
     Raises:
         FileExistsError: if there is something at `path`.
@@ -88,11 +102,15 @@ def save(
     """
     caller = "zerocore.save"
     models = registry.require_sharded(model, caller)
+    background.wait()  # it uses the same group
     together = Together(caller, models)
     final = FilePath(os.path.abspath(os.fspath(path)))
     contents = _collect(together, final, model, models, optimizer, keep, extra)
-    _write(together, final, contents, keep)
-    return FilePath(path)
+    if not async_:
+        _write(together, final, contents, keep)
+        return FilePath(path)
+    together.agree(lambda: (contents.detach(), None))
+    return background.start(FilePath(path), lambda: _write(together, final, contents, keep))
 
 
 def _collect(
@@ -108,6 +126,7 @@ def _collect(
     caller = together.caller
 
     def prepare() -> tuple[Any, Any]:
+        background.require_saved()
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise ValueError(f"{caller}: keep: expected an integer of at least 1, got {keep!r}")
         if together.first:

@@ -66,6 +66,20 @@ class Together:
         except RuntimeError as caught:
             raise self._lost(caught) from caught
 
+    def _named(self, error: Exception) -> Exception:
+        """The error, with what the user called in front."""
+        if str(error).startswith("zerocore."):
+            return error
+        if isinstance(error, OSError) and error.errno is not None:
+            text = f"{self.caller}: {error.strerror}"
+            named: Exception = type(error)(error.errno, text, error.filename)
+        elif type(error) in (ValueError, TypeError, NotImplementedError, FileExistsError):
+            named = type(error)(f"{self.caller}: {error}")
+        else:
+            named = RuntimeError(f"{self.caller}: {error!r}")
+        named.__cause__ = error
+        return named
+
     def _lost(self, error: RuntimeError) -> RuntimeError:
         """Ends the group, so that ranks that wait for this one are told as well."""
         process_groups.discard(self._groups)
@@ -96,7 +110,7 @@ class Together:
                 with torch.no_grad():
                     results.append(task(progress))
             except Exception as error:
-                errors.append(error)
+                errors.append(self._named(error))
 
         thread = threading.Thread(target=run, name=self.caller)
         thread.start()
@@ -124,7 +138,7 @@ class Together:
         try:
             kept, told = task()
         except Exception as caught:  # whatever it is, the other ranks must hear of it
-            error = caught
+            error = self._named(caught)
         return kept, self.exchange(error, told)
 
 
