@@ -189,6 +189,7 @@ def refused_saves(path, good):
         "keep": lambda: zerocore.save(path / "d", model, opt, keep=0 if rank else 1),
         "path": lambda: zerocore.save(path / f"rank{rank}", model, opt),
         "extra": lambda: zerocore.save(path / "f", model, opt, **{f"rank{rank}": 1}),
+        "dots": lambda: zerocore.save(path / "e", model, opt, **{"a.b": 1}),
         "plain": lambda: zerocore.save(path / "g", torch.nn.Linear(2, 2)),
     }
     messages = {}
@@ -215,6 +216,7 @@ def test_saves_that_are_refused(ranks, saved, tmp_path):
         "keep": "keep",
         "path": "same call",
         "extra": "same call",
+        "dots": "'a.b'",
         "plain": "zerocore.shard",
         "gathered": "gathered",
     }

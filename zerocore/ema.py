@@ -60,6 +60,13 @@ class _Average:
         self.sharded.core.after_step(self.unit, self.flat)
 
 
+class ShardedAverages(dict[str, torch.Tensor]):
+    """What `zerocore.load` gives for a saved `EMA`, for its `load_state_dict` alone.
+
+    The elements of this rank of each average, 1-D in the order of memory, by name.
+    """
+
+
 class EMA:
     """Exponential moving average of the trainable parameters of a sharded model, on the shards.
 
@@ -189,9 +196,24 @@ class EMA:
                 state[name] = average.entry(index).whole(tensors[index])
         return {name: state[name] for name in self._names}
 
+    def own_elements(self) -> Iterator[tuple[list[str], registry.Entry, torch.Tensor]]:
+        """Names, place, and the elements of this rank (1-D, a view) of each average.
+
+        Raises:
+            RuntimeError: inside of `applied()`.
+        """
+        self._require_parameters("zerocore.save")
+        for average in self._averages:
+            core, names = average.sharded.core, {}
+            for name, index in average.names:
+                names.setdefault(index, []).append(name)
+            for index, own in names.items():
+                start, stop = core.within_shard(average.unit, average.flat, index)
+                yield own, average.entry(index), average.values[start:stop]
+
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Loads what `state_dict` gave, at any stage, on any number of ranks.
+        """Loads what `state_dict` or `zerocore.load` gave, at any stage, on any number of ranks.
 
         A collective over the model's ranks, each with the whole `state_dict`.
 
@@ -203,12 +225,21 @@ class EMA:
         self._require_parameters("load_state_dict()")
         caller = "zerocore.EMA.load_state_dict"
         error, full = None, {}
+        sharded_ones = isinstance(state_dict, ShardedAverages)
         try:
-            full = self._full_tensors(caller, state_dict)
+            self._check_names(caller, state_dict)
+            if sharded_ones:
+                self._check_sizes(caller, state_dict)
+            else:
+                full = self._full_tensors(caller, state_dict)
         except Exception as caught:  # whatever it is, the other ranks must hear of it
             error = caught
         groups = [sharded.groups for sharded in self._sharded]
         process_groups.exchange(caller, groups, error, [None] * len(groups))
+        if sharded_ones:
+            for names, _, own in self.own_elements():
+                own.copy_(state_dict[names[0]])
+            return
         for average in self._averages:
             core, values = average.sharded.core, average.values
             for name, index in average.names:
@@ -217,19 +248,30 @@ class EMA:
                 start, _ = core.within_shard(average.unit, average.flat, index)
                 values.as_strided(part.shape, part.stride(), start).copy_(part)
 
+    def _check_names(self, caller: str, state_dict: Mapping[str, torch.Tensor]) -> None:
+        own = set(self._names)
+        for what, names in (
+            ("missing", own - state_dict.keys()),
+            ("unknown", state_dict.keys() - own),
+        ):
+            if names:
+                raise ValueError(
+                    f"{caller}: expected the {len(own)} names of the averaged parameters, got "
+                    f"{what} ones: {', '.join(sorted(names)[:5])}"
+                )
+
+    def _check_sizes(self, caller: str, state_dict: Mapping[str, torch.Tensor]) -> None:
+        for names, _, own in self.own_elements():
+            if state_dict[names[0]].shape != own.shape:
+                raise ValueError(
+                    f"{caller}: expected {own.numel()} elements of {names[0]!r}, this rank's part, "
+                    f"got {tuple(state_dict[names[0]].shape)}, of another model or rank"
+                )
+
     def _full_tensors(
         self, caller: str, state_dict: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         entries = {n: average.entry(i) for average in self._averages for n, i in average.names}
-        for what, names in (
-            ("missing", entries.keys() - state_dict.keys()),
-            ("unknown", state_dict.keys() - entries.keys()),
-        ):
-            if names:
-                raise ValueError(
-                    f"{caller}: expected the {len(entries)} names of the averaged parameters, got "
-                    f"{what} ones: {', '.join(sorted(names)[:5])}"
-                )
         full = {}
         for name, entry in entries.items():
             value = state_dict[name]

@@ -252,6 +252,7 @@ def read_shards(catalog: Catalog, shards: Mapping[str, FlatShard], progress: Pro
             for read, chunk in reads[place]:
                 source = _narrow(saved, read.source, read.sizes)
                 _narrow(chunk.values, read.target, read.sizes).copy_(source)
+            del saved, source  # before the next one is read
             progress.add(place[2])
 
 

@@ -18,9 +18,11 @@ from zerocore.checkpoint.files import Progress, Sum, read_shards, sum_file
 from zerocore.checkpoint.format import METADATA, Catalog
 from zerocore.checkpoint.model_contents import ModelContents
 from zerocore.checkpoint.optimizer_contents import OptimizerTarget
+from zerocore.checkpoint.placement import shard_of
 from zerocore.checkpoint.save import require_rest, require_same
 from zerocore.checkpoint.shards import FlatShard
 from zerocore.checkpoint.together import Together
+from zerocore.ema import ShardedAverages
 from zerocore.runtime import Sharded
 
 
@@ -48,7 +50,8 @@ def load(
 
     Returns:
         The extra values that were saved, by name: what `state_dict()` gave, or the values, tensors
-        on the CPU; empty for directories of others. What differed between ranks comes back to the
+        on the CPU; for a zerocore.EMA something that its `load_state_dict` takes, this rank's part;
+        empty for directories of others. What differed between ranks comes back to the
         same rank; on another number of ranks it is left out, with a warning that names it.
 
     Raises:
@@ -69,7 +72,7 @@ def load(
     def plan() -> tuple[Any, Any]:
         for sharded in models:
             sharded.core.before_write()
-        held = ModelContents(model, together.first)
+        held = ModelContents(model, together.ranks[0])
         prefix = prefix_of(catalog, held.tensors)
         keys = found_keys(catalog, prefix, held.tensors, held.objects)
         shards = dict(zip(keys, (stored.shard for stored in held.tensors), strict=True))
@@ -80,6 +83,9 @@ def load(
             require_whole(catalog, target.tensors)
             shards |= target.tensors
         extra, left_out = _extra_of(catalog, marker, together)
+        averages, parts = _averages_of(catalog, model)
+        extra |= averages
+        shards |= parts
         random = _random_of(catalog, marker, together)
         return (held, shards, objects, target, extra, left_out, random), None
 
@@ -203,6 +209,33 @@ def _extra_of(
             elif int(index) == together.index:
                 extra[name] = values.unpacked(name, catalog.read(key))
     return extra, sorted(left_out)
+
+
+def _averages_of(
+    catalog: Catalog, model: nn.Module
+) -> tuple[dict[str, ShardedAverages], dict[str, FlatShard]]:
+    """Each saved EMA, to be filled: this rank's elements by name, and the same to read into."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+    found: dict[str, ShardedAverages] = {}
+    parts: dict[str, FlatShard] = {}
+    for key in catalog.tensors:
+        if not key.startswith("extra.averages."):
+            continue
+        extra, _, name = key.removeprefix("extra.averages.").partition(".")
+        entry = registry.entry_of(params[name]) if name in params else None
+        if entry is None or entry.sharded() is None:
+            raise ValueError(f"expected the average of a sharded parameter, got that of {name!r}")
+        start, stop = entry.sharded().core.owned(entry.unit, entry.flat, entry.index)
+        saved = catalog.tensors[key]
+        values = torch.empty(stop - start, dtype=saved.dtype, device=entry.sharded().device)
+        parts[key] = shard_of(entry, values)
+        if parts[key].whole != saved.size:
+            raise ValueError(
+                f"expected the average of {name!r} with the shape {tuple(parts[key].whole)}, got "
+                f"{tuple(saved.size)}"
+            )
+        found.setdefault(extra, ShardedAverages())[name] = values
+    return found, parts
 
 
 def _random_of(catalog: Catalog, marker: Marker | None, together: Together) -> Any:

@@ -12,6 +12,7 @@ from zerocore import registry
 from zerocore.checkpoint.placement import (
     Stored,
     copies_of,
+    copy_of_plain,
     names_of,
     own_elements,
     plain_tensor,
@@ -31,7 +32,7 @@ class ModelContents:
 
     Args:
         model: with at least one sharded model in it.
-        first: whether this rank saves what every rank has.
+        first: the rank that saves what every rank has.
 
     Attributes:
         tensors: one for each different tensor.
@@ -41,10 +42,11 @@ class ModelContents:
         NotImplementedError: for a DTensor that is not sharded by zerocore.
     """
 
-    def __init__(self, model: nn.Module, first: bool) -> None:
+    def __init__(self, model: nn.Module, first: int) -> None:
         self._model = model
         self._models = registry.sharded_models(model)
-        self._copy = 0 if first else None
+        self._first = first
+        self._copy = copy_of_plain(first)
         self._write_back: list[tuple[torch.Tensor, torch.Tensor]] = []  # from, to
         self._buffers: list[tuple[list[tuple[nn.Module, str]], torch.Tensor]] = []
         self.tensors = [*self._parameters(), *self._persistent_buffers()]
@@ -64,7 +66,7 @@ class ModelContents:
             if entry is not None and (sharded := entry.sharded()) is not None:
                 flat = sharded.core.shard(entry.unit, entry.flat).detach()
                 shard = shard_of(entry, own_elements(entry, flat))
-                yield Stored(own, shard, *copies_of(entry))
+                yield Stored(own, shard, *copies_of(entry, self._first))
             else:
                 tensor = plain_tensor(name, param)
                 shard = FlatShard.of(tensor)

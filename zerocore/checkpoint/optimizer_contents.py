@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerocore.checkpoint.format import Catalog, Path
-from zerocore.checkpoint.placement import Stored, copies_of, shard_of
+from zerocore.checkpoint.format import Catalog, Path, key_of
+from zerocore.checkpoint.placement import Stored, copies_of, copy_of_plain, shard_of
 from zerocore.checkpoint.shards import FlatShard
 from zerocore.optim import AdamW
 from zerocore.optimizer_places import (
@@ -39,7 +39,7 @@ class OptimizerContents:
     """What there is to save of an optimizer.
 
     Args:
-        first: whether this rank saves what every rank has.
+        first: the rank that saves what every rank has.
 
     Attributes:
         facts: what has to be the same on all ranks, for `split`.
@@ -53,11 +53,12 @@ class OptimizerContents:
         model: nn.Module,
         models: Iterable[Sharded],
         optimizer: torch.optim.Optimizer,
-        first: bool,
+        first: int,
         caller: str,
     ) -> None:
         self._caller = caller
-        self._copy = 0 if first else None
+        self._first = first
+        self._copy = copy_of_plain(first)
         self._places = places_of(model, optimizer, caller)
         self._members = list(itertools.chain.from_iterable(self._places))
         self._held = {p.name: dict(optimizer.state.get(p.param, {})) for p in self._members}
@@ -83,8 +84,7 @@ class OptimizerContents:
 
         def add(path: Path, value: Any) -> None:
             if isinstance(value, torch.Tensor):
-                name = ".".join(map(str, path))
-                tensors[path] = Stored((name,), FlatShard.of(value), self._copy)
+                tensors[path] = Stored((key_of(path),), FlatShard.of(value), self._copy)
             elif self._copy is not None:
                 objects[path] = value
 
@@ -93,7 +93,8 @@ class OptimizerContents:
                 path = ("optim", "state", place.name, str(key))
                 if (place.name, str(key)) in split:
                     shard = _shard_of_state(place, value.detach())
-                    tensors[path] = Stored((".".join(path),), shard, *copies_of(place.entry))
+                    copies = copies_of(place.entry, self._first)
+                    tensors[path] = Stored((key_of(path),), shard, *copies)
                 else:
                     add(path, value)
         for index, (group, options) in enumerate(zip(self._places, self._options, strict=True)):

@@ -53,15 +53,20 @@ def own_elements(entry: registry.Entry, flat: torch.Tensor) -> torch.Tensor:
     return flat.narrow(0, start, stop - start)
 
 
-def copies_of(entry: registry.Entry) -> tuple[int, int]:
-    """Which of the ranks that hold the same elements this is, and how many do."""
-    ranks = sorted(entry.sharded().groups.ranks.replicate)
-    copy, copies = ranks.index(dist.get_rank()), len(ranks)
+def copies_of(entry: registry.Entry, first: int) -> tuple[int | None, int]:
+    """Which of the ranks that save the same elements this is, None for none; how many do.
+
+    Args:
+        first: the first rank of all. Other tensor-parallel ranks have a parameter that is no
+            DTensor once more.
+    """
+    ranks = entry.sharded().groups.ranks
+    replicas = sorted(ranks.replicate)
+    copy, copies = replicas.index(dist.get_rank()), len(replicas)
     how = entry.tensor_parallel
     if how is not None:
-        own, _ = _tensor_parallel_copy(how)
-        return own * copies + copy, how.copies * copies
-    return copy, copies
+        return _tensor_parallel_copy(how) * copies + copy, how.copies * copies
+    return copy if first in ranks.all else None, copies
 
 
 def _in_whole(entry: registry.Entry) -> tuple[torch.Size, tuple[int, ...]]:
@@ -72,13 +77,18 @@ def _in_whole(entry: registry.Entry) -> tuple[torch.Size, tuple[int, ...]]:
     return how.shape, tuple(offsets)
 
 
-def _tensor_parallel_copy(how: TensorParallel) -> tuple[int, int]:
-    copy, copies = 0, 1
+def _tensor_parallel_copy(how: TensorParallel) -> int:
+    copy = 0
     coordinate = how.mesh.get_coordinate()
     for place, size, placement in zip(coordinate, how.mesh.mesh.shape, how.placements, strict=True):
         if placement.is_replicate():
-            copy, copies = copy * size + place, copies * size
-    return copy, copies
+            copy = copy * size + place
+    return copy
+
+
+def copy_of_plain(first: int) -> int | None:
+    """As `copies_of`, of what every rank has as a whole: the first rank's is saved."""
+    return 0 if dist.get_rank() == first else None
 
 
 def names_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[int, list[str]]:

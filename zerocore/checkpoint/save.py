@@ -21,8 +21,10 @@ from zerocore.checkpoint.files import Progress, Sum, Writer
 from zerocore.checkpoint.format import Path, make_metadata
 from zerocore.checkpoint.model_contents import ModelContents
 from zerocore.checkpoint.optimizer_contents import OptimizerContents
+from zerocore.checkpoint.placement import Stored, copies_of, shard_of
 from zerocore.checkpoint.shards import FlatShard
 from zerocore.checkpoint.together import Together
+from zerocore.ema import EMA
 from zerocore.optimizer_state import copied
 from zerocore.runtime import Sharded
 
@@ -129,18 +131,24 @@ def _collect(
         background.require_saved()
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise ValueError(f"{caller}: keep: expected an integer of at least 1, got {keep!r}")
+        for name in extra:
+            if not name.isidentifier():
+                raise ValueError(f"{caller}: extra values: expected a Python name, got {name!r}")
         if together.first:
             require_free(final)
         require_rest(models, caller)
         for sharded in models:
             sharded.core.settle()
-        held = ModelContents(model, together.first)
+        held = ModelContents(model, together.ranks[0])
         state, facts = None, []
         if optimizer is not None:
-            state = OptimizerContents(model, models, optimizer, together.first, caller)
+            state = OptimizerContents(model, models, optimizer, together.ranks[0], caller)
             facts = state.facts
+        for value in extra.values():
+            if isinstance(value, EMA):
+                next(value.own_elements())  # outside of applied(), or it raises
         same = [("path", final), ("keep", keep), ("optimizer", type(optimizer).__name__)]
-        same += [("extra", sorted(extra))]
+        same += [("extra", [(name, isinstance(extra[name], EMA)) for name in sorted(extra)])]
         same += [(s.names[0], (tuple(s.shard.whole), s.shard.values.dtype)) for s in held.tensors]
         return (held, state), ([(what, repr(value)) for what, value in same], facts)
 
@@ -162,8 +170,22 @@ def _collect(
         for path, stored in tensors.items():
             if (part := stored.to_save()) is not None:
                 contents.shards[path] = part
-    contents.objects |= _extra_objects(together, extra, models[0].device)
+    averages = {name: value for name, value in extra.items() if isinstance(value, EMA)}
+    for name, average in averages.items():
+        _add_averages(contents, name, average, together.ranks[0])
+    others = {name: value for name, value in extra.items() if name not in averages}
+    contents.objects |= _extra_objects(together, others, models[0].device)
     return contents
+
+
+def _add_averages(contents: Contents, name: str, average: EMA, first: int) -> None:
+    """The averages of parameters are saved as the parameters are, and not gathered."""
+    for names, entry, elements in average.own_elements():
+        own, *others = [("extra", "averages", name, parameter) for parameter in names]
+        contents.aliases |= {other: own for other in others}
+        stored = Stored((own[-1],), shard_of(entry, elements), *copies_of(entry, first))
+        if (part := stored.to_save()) is not None:
+            contents.shards[own] = part
 
 
 def _extra_objects(
