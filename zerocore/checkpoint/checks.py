@@ -21,8 +21,8 @@ def found_keys(
     """The key of each of the model's tensors; a tied one needs one of its names.
 
     Raises:
-        ValueError: for names that are missing or unexpected, other shapes or dtypes, and tensors
-            that are not stored as a whole. It names the first few.
+        ValueError: for names that are missing or unexpected, other shapes or dtypes. It names the
+            first few.
     """
     problems: list[str] = []
     missing: set[str] = set()
@@ -42,8 +42,6 @@ def found_keys(
                 f"{stored.names[0]!r} with the shape {expected[0]} in {expected[1]}, got "
                 f"{tuple(saved.size)} in {saved.dtype}"
             )
-        elif (hole := catalog.hole(key)) is not None:
-            problems.append(f"all of {stored.names[0]!r}, got {hole}")
     unexpected = {
         key.removeprefix(prefix)
         for key in catalog.keys()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -16,10 +17,9 @@ from zerocore.checkpoint.checks import found_keys, prefix_of, require_whole
 from zerocore.checkpoint.directory import MARKER, Marker, is_temporary, read_marker
 from zerocore.checkpoint.files import Progress, Sum, read_shards, sum_file
 from zerocore.checkpoint.format import METADATA, Catalog
-from zerocore.checkpoint.model_contents import ModelContents
+from zerocore.checkpoint.model_contents import ModelContents, bring_to_rest
 from zerocore.checkpoint.optimizer_contents import OptimizerTarget
 from zerocore.checkpoint.placement import shard_of
-from zerocore.checkpoint.save import require_rest, require_same
 from zerocore.checkpoint.shards import FlatShard
 from zerocore.checkpoint.together import Together
 from zerocore.ema import ShardedAverages
@@ -69,48 +69,78 @@ def load(
     marker = _opened(together, directory, models)
     catalog = _verified(together, directory, marker)
 
-    def plan() -> tuple[Any, Any]:
-        for sharded in models:
-            sharded.core.before_write()
-        held = ModelContents(model, together.ranks[0])
-        prefix = prefix_of(catalog, held.tensors)
-        keys = found_keys(catalog, prefix, held.tensors, held.objects)
-        shards = dict(zip(keys, (stored.shard for stored in held.tensors), strict=True))
-        objects = {name: catalog.read(prefix + name) for name in held.objects}
-        target = None
-        if optimizer is not None:
-            target = OptimizerTarget(model, optimizer, catalog, caller)
-            require_whole(catalog, target.tensors)
-            shards |= target.tensors
-        extra, left_out = _extra_of(catalog, marker, together)
-        averages, parts = _averages_of(catalog, model)
-        extra |= averages
-        shards |= parts
-        random = _random_of(catalog, marker, together)
-        return (held, shards, objects, target, extra, left_out, random), None
-
-    (held, shards, objects, target, extra, left_out, random), _ = together.agree(plan)
-    _fill(together, catalog, shards)
-
-    def finish() -> tuple[None, None]:
-        held.loaded(objects)
-        if target is not None:
-            target.loaded()
-        if random is not None:
-            values.restore_random_state(random, models[0].device)
-        return None, None
-
-    together.agree(finish)
+    plan, _ = together.agree(
+        lambda: (_planned(together, catalog, marker, model, models, optimizer), None)
+    )
+    _fill(together, catalog, plan.shards)
+    together.agree(lambda: (plan.finish(), None))
     if together.first:
-        _warn(marker, together, left_out)
-    return extra
+        _warn(marker, together, plan.left_out)
+    return plan.extra
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is to be loaded, checked; nothing has changed yet.
+
+    Attributes:
+        contents, objects: of the model; its extra states.
+        shards: where elements go, by key.
+        target: of the optimizer.
+        extra: values of the user's, of which averages are in `shards` too.
+        left_out: names of those that are for another number of ranks.
+        random: state of this rank, for its `device`; None to leave it alone.
+    """
+
+    contents: ModelContents
+    objects: dict[str, Any]
+    shards: dict[str, FlatShard]
+    target: OptimizerTarget | None
+    extra: dict[str, Any]
+    left_out: list[str]
+    random: Any
+    device: torch.device
+
+    def finish(self) -> None:
+        """To be called when `shards` are read."""
+        self.contents.loaded(self.objects)
+        if self.target is not None:
+            self.target.loaded()
+        if self.random is not None:
+            values.restore_random_state(self.random, self.device)
+
+
+def _planned(
+    together: Together,
+    catalog: Catalog,
+    marker: Marker | None,
+    model: nn.Module,
+    models: list[Sharded],
+    optimizer: torch.optim.Optimizer | None,
+) -> _Plan:
+    contents = ModelContents(model, together.ranks[0])
+    prefix = prefix_of(catalog, contents.tensors)
+    keys = found_keys(catalog, prefix, contents.tensors, contents.objects)
+    shards = dict(zip(keys, (stored.shard for stored in contents.tensors), strict=True))
+    objects = {name: catalog.read(prefix + name) for name in contents.objects}
+    target = None
+    if optimizer is not None:
+        target = OptimizerTarget(model, optimizer, catalog, together.caller)
+        shards |= target.tensors
+    extra, left_out = _extra_of(catalog, marker, together)
+    averages, parts = _averages_of(catalog, model)
+    shards |= parts
+    require_whole(catalog, shards)
+    random = _random_of(catalog, marker, together)
+    device = models[0].device
+    return _Plan(contents, objects, shards, target, extra | averages, left_out, random, device)
 
 
 def _opened(together: Together, directory: FilePath, models: list[Sharded]) -> Marker | None:
     """The marker of a directory; None if it is one of others."""
 
     def open_() -> tuple[Marker | None, Any]:
-        require_rest(models, together.caller)
+        bring_to_rest(models, together.caller)
         if any(sharded.shows_average for sharded in models):
             raise RuntimeError(
                 f"{together.caller}: expected a call outside of zerocore.EMA.applied(), where the "
@@ -132,7 +162,7 @@ def _opened(together: Together, directory: FilePath, models: list[Sharded]) -> M
         return marker, told
 
     marker, everyone = together.agree(open_)
-    require_same(together, everyone)
+    together.require_same(everyone)
     return marker
 
 

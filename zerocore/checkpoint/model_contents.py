@@ -119,6 +119,25 @@ class ModelContents:
             shards_loaded(sharded)
 
 
+def bring_to_rest(models: list[Sharded], caller: str) -> None:
+    """Ends what goes on in models, so that their shards can be read and written, by any thread.
+
+    Raises:
+        RuntimeError: where parameters do not show their shards, inside of `zerocore.gathered()`.
+    """
+    for sharded in models:
+        for unit, name in enumerate(sharded.units):
+            if sharded.core.is_open(unit):
+                raise RuntimeError(
+                    f"{caller}: expected a call outside of zerocore.gathered(), got unit {name!r} "
+                    "opened by it"
+                )
+        sharded.core.before_write()
+        if sharded.device.type != "cpu":
+            # A thread has a stream of its own.
+            torch.get_device_module(sharded.device).synchronize(sharded.device)
+
+
 def shards_loaded(sharded: Sharded) -> None:
     """Tells windows, graphs and optimizers that all shards of a model have other values."""
     for unit, flats in enumerate(sharded.flats):

@@ -19,7 +19,7 @@ from zerocore.checkpoint.background import Saving
 from zerocore.checkpoint.directory import Temporary, remove_older, remove_stale, require_free
 from zerocore.checkpoint.files import Progress, Sum, Writer
 from zerocore.checkpoint.format import Path, make_metadata
-from zerocore.checkpoint.model_contents import ModelContents
+from zerocore.checkpoint.model_contents import ModelContents, bring_to_rest
 from zerocore.checkpoint.optimizer_contents import OptimizerContents
 from zerocore.checkpoint.placement import Stored, copies_of, shard_of
 from zerocore.checkpoint.shards import FlatShard
@@ -136,9 +136,7 @@ def _collect(
                 raise ValueError(f"{caller}: extra values: expected a Python name, got {name!r}")
         if together.first:
             require_free(final)
-        require_rest(models, caller)
-        for sharded in models:
-            sharded.core.settle()
+        bring_to_rest(models, caller)
         held = ModelContents(model, together.ranks[0])
         state, facts = None, []
         if optimizer is not None:
@@ -153,7 +151,7 @@ def _collect(
         return (held, state), ([(what, repr(value)) for what, value in same], facts)
 
     (held, state), everyone = together.agree(prepare)
-    require_same(together, [same for same, _ in everyone])
+    together.require_same([same for same, _ in everyone])
     contents = Contents(about=_about(models))
     for stored in held.tensors:
         own, *others = [("model", name) for name in stored.names]
@@ -209,30 +207,6 @@ def _extra_objects(
             objects["extra", "ranks", index, name] = contents
     objects["random", index] = values.packed("random state", values.random_state(device))
     return objects
-
-
-def require_rest(models: list[Sharded], caller: str) -> None:
-    """Raises RuntimeError where parameters do not show their shards, or not themselves."""
-    for sharded in models:
-        for unit, name in enumerate(sharded.units):
-            if sharded.core.is_open(unit):
-                raise RuntimeError(
-                    f"{caller}: expected a call outside of zerocore.gathered(), got unit {name!r} "
-                    "opened by it"
-                )
-
-
-def require_same(together: Together, everyone: list[list[tuple[str, str]]]) -> None:
-    """Raises ValueError, on every rank, if two ranks have called with something different."""
-    for rank, facts in zip(together.ranks, everyone, strict=True):
-        if facts == everyone[0]:
-            continue
-        pairs = zip(everyone[0], facts, strict=False)
-        expected, got = next((pair for pair in pairs if pair[0] != pair[1]), ("more", "less"))
-        raise ValueError(
-            f"{together.caller}: expected the same call on every rank, got a difference: rank "
-            f"{together.ranks[0]} has {expected}, rank {rank} has {got}"
-        )
 
 
 def _about(models: list[Sharded]) -> dict[str, Any]:

@@ -59,6 +59,22 @@ class Together:
             raise self._lost(caught) from caught
         return [value for _, value in everyone]
 
+    def require_same(self, everyone: list[list[tuple[str, str]]]) -> None:
+        """Raises ValueError, on every rank, if two ranks have called with something different.
+
+        Args:
+            everyone: (what, value) pairs of every rank, by index.
+        """
+        for rank, facts in zip(self.ranks, everyone, strict=True):
+            if facts == everyone[0]:
+                continue
+            pairs = zip(everyone[0], facts, strict=False)
+            expected, got = next((pair for pair in pairs if pair[0] != pair[1]), ("more", "less"))
+            raise ValueError(
+                f"{self.caller}: expected the same call on every rank, got a difference: rank "
+                f"{self.ranks[0]} has {expected}, rank {rank} has {got}"
+            )
+
     def to_first(self, value: Any) -> list[Any]:
         """Every rank's value, by index, on the first rank; nothing on others. A collective."""
         try:
