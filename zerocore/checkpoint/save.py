@@ -231,15 +231,14 @@ def _write(together: Together, final: FilePath, contents: Contents, keep: int | 
     temporary: Temporary | None = None
     try:
 
-        def begin() -> tuple[Temporary | None, str]:
-            if not together.first:
-                return None, ""
-            remove_stale(final.parent)
-            made = Temporary(final)
-            return made, str(made.path)
+        def begin(_: Progress) -> None:
+            nonlocal temporary
+            if together.first:
+                remove_stale(final.parent)
+                temporary = Temporary(final)
 
-        temporary, paths = together.agree(begin)
-        directory = FilePath(paths[0])
+        together.work(begin)
+        directory = FilePath(together.exchange(None, str(temporary and temporary.path))[0])
 
         def write(progress: Progress) -> Writer:
             return _write_part(directory, together.index, contents, progress)
@@ -247,7 +246,7 @@ def _write(together: Together, final: FilePath, contents: Contents, keep: int | 
         writer = together.work(write, _progress_log(final))
         parts = together.to_first((writer.saved, writer.sums))
 
-        def commit() -> tuple[None, None]:
+        def commit(_: Progress) -> None:
             if together.first:
                 saved = [part for own, _ in parts for part in own]
                 files: dict[str, Sum] = {name: s for _, sums in parts for name, s in sums.items()}
@@ -255,9 +254,8 @@ def _write(together: Together, final: FilePath, contents: Contents, keep: int | 
                 temporary.commit(metadata, files, len(together.ranks), contents.about)
                 if keep is not None:
                     remove_older(final, keep)
-            return None, None
 
-        together.agree(commit)
+        together.work(commit)
     finally:
         if temporary is not None:
             temporary.remove()
