@@ -31,6 +31,7 @@ else:
     from zerocore.optim import AdamW
     from zerocore.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
     from zerocore.policy import MixedPrecision
+    from zerocore.sampler import ResumableSampler
     from zerocore.scaler import GradScaler
     from zerocore.state import full_state_dict, gathered
     from zerocore.stats import Stats
@@ -42,6 +43,7 @@ __all__ = [
     "GradScaler",
     "Ledger",
     "MixedPrecision",
+    "ResumableSampler",
     "Stats",
     "backend",
     "clip_grad_norm_",

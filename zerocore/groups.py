@@ -79,6 +79,13 @@ def default_backends() -> dict[str, str] | None:
     return dict(pair.split(":") for pair in pairs)
 
 
+def default_place() -> tuple[int, int]:
+    """(rank, number of ranks) in the default process group; (0, 1) without one."""
+    if not dist.is_available() or not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
 def available_backends(names: Iterable[str]) -> list[str]:
     """Those communication backends that this build of torch has."""
     return [name for name in names if dist.is_available() and dist.is_backend_available(name)]
