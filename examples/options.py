@@ -61,6 +61,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--clip", type=float, default=1.0, help="largest norm of the gradient")
     add("--seed", type=int, default=1234, help="of the weights, the order of text, the sample")
 
+    add = parser.add_argument_group("checkpoints").add_argument
+    folder = "folder to save the run in; if it has some of it, the run goes on from there"
+    add("--checkpoint-dir", type=Path, help=folder)
+    add("--save-every", type=int, default=100, help="steps between two checkpoints")
+    add("--keep", type=int, default=2, help="how many checkpoints stay")
+
     add = parser.add_argument_group("output").add_argument
     add("--log-every", type=int, default=20, help="steps between two lines")
     add("--eval-every", type=int, default=100, help="steps between two validations")
@@ -72,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check_numbers(options: Namespace) -> None:
     least = dict.fromkeys(("layers", "dim", "heads", "seq", "batch", "grad_accum"), 1)
-    least |= {"log_every": 1, "eval_bytes": 1, "warmup": 0, "sample": 0}
+    least |= {"save_every": 1, "keep": 1, "log_every": 1, "eval_bytes": 1, "warmup": 0, "sample": 0}
     # The bytes that a step sends are measured on one that does not begin with a validation.
     least |= {"steps": 2, "eval_every": 2}
     for name, minimum in least.items():

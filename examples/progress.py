@@ -29,10 +29,12 @@ class Progress:
         steps: how many steps the run has.
         every: steps between two lines.
         tokens_per_step: of all ranks together.
+        start: steps that were done before.
     """
 
-    def __init__(self, steps: int, every: int, tokens_per_step: int) -> None:
+    def __init__(self, steps: int, every: int, tokens_per_step: int, start: int = 0) -> None:
         self._steps = steps
+        self._start = start
         self._every = every
         self._tokens_per_step = tokens_per_step
         self._begin = time.perf_counter()
@@ -53,7 +55,7 @@ class Progress:
             return
         now = time.perf_counter()
         speed = self._line_steps * self._tokens_per_step / (now - self._line_begin)
-        left = (now - self._begin) / step * (self._steps - step)
+        left = (now - self._begin) / (step - self._start) * (self._steps - step)
         mean = average(self._line_loss / self._line_steps)
         say(
             f"step {step:5d}/{self._steps}  loss {mean:.3f}  bits/byte {mean / math.log(2):.3f}  "

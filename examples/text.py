@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 HELD_OUT = 20  # one file in so many is kept for validation
 
@@ -49,6 +50,26 @@ def load(path: Path | None) -> Text:
 def random_starts(data: Tensor, count: int, seq: int, generator: torch.Generator) -> Tensor:
     """Where `count` random training sequences begin: int64 [count]."""
     return torch.randint(len(data) - seq, (count,), generator=generator)
+
+
+class Sequences(Dataset):
+    """The sequences that text falls into, one after the other, as a dataset.
+
+    Args:
+        data: uint8 [bytes], more than `seq`.
+        seq: bytes in a sequence.
+    """
+
+    def __init__(self, data: Tensor, seq: int) -> None:
+        self._data, self._seq = data, seq
+
+    def __len__(self) -> int:
+        return (len(self._data) - 1) // self._seq
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Inputs and the bytes that follow them: two int64 [seq]."""
+        window = self._data[index * self._seq : (index + 1) * self._seq + 1].long()
+        return window[:-1], window[1:]
 
 
 def even_starts(data: Tensor, count: int, seq: int) -> Tensor:

@@ -3,6 +3,9 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --stage 3
 
 One process alone works too: python examples/train_gpt.py
+
+With --checkpoint-dir, a run that was interrupted goes on from its last checkpoint when it is
+started again, also on another number of ranks. torchrun --max-restarts starts it by itself.
 """
 
 import math
@@ -17,11 +20,13 @@ import ledger
 import text
 import torch
 import torch.distributed as dist
+from checkpoints import Checkpoints
 from gpt import GPT, Block
 from options import parse_options
 from progress import Progress, average, say
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 import zerocore
 
@@ -60,12 +65,12 @@ def run(options: Namespace, data: text.Text) -> None:
         f"model: {parameters:,} parameters in {options.precision}, stage {options.stage} on "
         f"{dist.get_world_size()} ranks, {bytes_per_step(options):,} bytes of text per step\n"
     )
-    held, sent = train(model, optimizer, data, options)
+    measured = train(model, optimizer, data, options)
     bits = evaluate(model, data.valid, options)
     say(f"\nvalidation after {options.steps} steps: {bits:.3f} bits per byte")
     if options.sample:
         show_sample(model, options)
-    agrees = show_ledger(model, held, sent, options)
+    agrees = measured is None or show_ledger(model, *measured, options)
     if options.check is not None and (bits >= options.check or not agrees):
         say(
             f"--check: expected less than {options.check} bits per byte and measurements equal to "
@@ -86,18 +91,34 @@ def parameter_groups(model: GPT) -> list[dict]:
 
 def train(
     model: GPT, optimizer: zerocore.AdamW, data: text.Text, options: Namespace
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Runs all steps; returns the bytes that a rank held and sent in one of them, by name."""
+) -> tuple[dict[str, int], dict[str, int]] | None:
+    """Runs the steps that are left; returns the bytes that a rank held and sent in one of them.
+
+    They are by name; None if no step was left to measure.
+    """
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, options)
     )
     # fp16 has no room for small gradients: the loss is scaled up, the optimizer scales them down.
     scaler = zerocore.GradScaler(enabled=options.precision == "fp16")
-    progress = Progress(options.steps, options.log_every, bytes_per_step(options))
-    batches = training_batches(data.train, options)
+    sequences = text.Sequences(data.train, options.seq)
+    sampler = zerocore.ResumableSampler(sequences, batch_size=options.batch, seed=options.seed)
+    parts = {"schedule": schedule, "scaler": scaler, "sampler": sampler}
+    checkpoints = Checkpoints(
+        options.checkpoint_dir,
+        options.save_every,
+        options.steps,
+        options.keep,
+        model,
+        optimizer,
+        parts,
+    )
+    start = checkpoints.resume()
+    progress = Progress(options.steps, options.log_every, bytes_per_step(options), start)
+    batches = training_batches(sequences, sampler, options)
     stats = zerocore.stats(model)
-    sent = Counter()
-    for step in range(options.steps):
+    measured, sent = None, Counter()
+    for step in range(start, options.steps):
         validate = step % options.eval_every == 0
         if validate:
             begin = time.perf_counter()
@@ -105,7 +126,7 @@ def train(
             progress.validated(step, bits, time.perf_counter() - begin)
             stats.reset()  # what a validation gathers is no part of a training step
         before = bytes_sent(model)
-        loss = accumulate_gradients(model, batches, scaler, options)
+        loss = accumulate_gradients(model, batches, sampler, scaler, options)
         held = dict(zerocore.stats(model, optimizer).resident, windows=stats.windows.peak)
         scaler.step(optimizer)
         scaler.update()
@@ -115,12 +136,18 @@ def train(
         # a validation's, this step had nothing to gather: it is not the one to report.
         if not validate:
             sent = bytes_sent(model) - before
+            measured = held, dict(sent)
         progress.stepped(step + 1, loss, stats.windows.peak, sent.total())
-    return held, dict(sent)
+        checkpoints.stepped(step + 1)
+    return measured
 
 
 def accumulate_gradients(
-    model: GPT, batches: Iterator, scaler: zerocore.GradScaler, options: Namespace
+    model: GPT,
+    batches: Iterator,
+    sampler: zerocore.ResumableSampler,
+    scaler: zerocore.GradScaler,
+    options: Namespace,
 ) -> float:
     """Forward and backward of each micro-batch of a step; returns this rank's mean loss in nats."""
     loss = 0.0
@@ -132,6 +159,7 @@ def accumulate_gradients(
         with zerocore.no_sync(model) if wait else nullcontext():
             micro_loss = cross_entropy(model(inputs), targets) / options.grad_accum
             scaler.scale(micro_loss).backward()
+        sampler.advance()
         loss += micro_loss.item()
     return loss
 
@@ -149,17 +177,20 @@ def learning_rate_factor(step: int, options: Namespace) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * done)
 
 
-def training_batches(data: Tensor, options: Namespace) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields this rank's share of random sequences, for ever.
+def training_batches(
+    sequences: text.Sequences, sampler: zerocore.ResumableSampler, options: Namespace
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields this rank's share of the sequences, in one random order after another, for ever.
 
-    All ranks draw the same numbers and each takes its own: the text of a step depends on the seed
-    and on how many sequences all ranks together take, not on how many ranks they are.
+    The text of a step depends on the seed and on how many sequences all ranks together take, not on
+    how many ranks they are.
     """
-    generator = torch.Generator().manual_seed(options.seed)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    # Without a generator of its own, each new loop over the loader takes a number from torch's
+    # default one, and a run that goes on would have other random numbers from then on.
+    own = torch.Generator()
+    loader = DataLoader(sequences, batch_size=options.batch, sampler=sampler, generator=own)
     while True:
-        starts = text.random_starts(data, ranks * options.batch, options.seq, generator)
-        yield text.sequences(data, starts[rank::ranks], options.seq)
+        yield from loader
 
 
 def bytes_per_step(options: Namespace) -> int:

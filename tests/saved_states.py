@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import zerocore
+
 
 def tensors():
     """A state dict of many dtypes, shapes and layouts in memory."""
@@ -123,3 +125,24 @@ def load_fsdp2(path):
     state = {"model": model.state_dict()}
     dcp.load(state, checkpoint_id=path)
     return {name: value.full_tensor() for name, value in state["model"].items()}
+
+
+def save_sharded(path, stage):
+    """A case for ranks: a sharded model after a step, saved by zerocore."""
+    model = zerocore.shard(plain_model(), stage=stage)
+    adam = zerocore.AdamW(model.parameters(), lr=1e-2)
+    model(torch.full((2, 5), 0.1 + dist.get_rank())).sum().backward()
+    adam.step()
+    zerocore.save(path, model, adam, epoch=3)
+    return zerocore.full_state_dict(model), zerocore.optimizer_state_dict(model, adam)
+
+
+def load_sharded(path, stage):
+    """A case for ranks: full parameters of a sharded model that has loaded a checkpoint."""
+    model = plain_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    zerocore.shard(model, stage=stage)
+    extra = zerocore.load(path, model)
+    return zerocore.full_state_dict(model), extra

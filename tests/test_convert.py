@@ -10,10 +10,12 @@ import torch.distributed.checkpoint as dcp
 from saved_states import (
     assert_same,
     load_fsdp2,
+    load_sharded,
     optimizer,
     plain_model,
     save_dtensors,
     save_fsdp2,
+    save_sharded,
     tensors,
     zeros_like,
 )
@@ -96,6 +98,21 @@ def test_export_of_what_fsdp2_saved(tmp_path, ranks):
     again = get_optimizer_state_dict(model, adam)
     assert_same({k: v["exp_avg"] for k, v in again["state"].items()}, averages)
     assert adam.param_groups[0]["lr"] == 1e-2
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_export_of_what_zerocore_saved_and_back(tmp_path, ranks, stage):
+    full, moments = ranks(2, save_sharded, tmp_path / "saved", stage)[0]
+    export_checkpoint(tmp_path / "saved", tmp_path / "out.safetensors")
+    assert_same({e.name: whole(e) for e in safetensors.read(tmp_path / "out.safetensors")}, full)
+    export_checkpoint(tmp_path / "saved", tmp_path / "out.pt", optimizer=True)
+    state = read_torch(tmp_path / "out.pt")
+    assert_same(state["model"], full)
+    assert_same(state["optim"]["state"], moments["state"])
+    import_checkpoint(tmp_path / "out.safetensors", tmp_path / "again")
+    for got, extra in ranks(2, load_sharded, tmp_path / "again", 3 - stage):
+        assert_same(got, full)
+        assert extra == {}
 
 
 def whole(item, step=3):
