@@ -5,7 +5,8 @@
 One process alone works too: python examples/train_gpt.py
 
 With --checkpoint-dir, a run that was interrupted goes on from its last checkpoint when it is
-started again, also on another number of ranks. torchrun --max-restarts starts it by itself.
+started again, also on another number of ranks. torchrun --max-restarts starts it by itself, under
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: each attempt needs a store without addresses of the last.
 """
 
 import math
