@@ -5,8 +5,10 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <optional>
+#include <utility>
 
 #include "build_info.h"
+#include "failure_bindings.h"
 #include "ops/bindings.h"
 #include "runtime/runtime.h"
 
@@ -28,13 +30,17 @@ using Dtype = std::optional<at::ScalarType>;
 std::shared_ptr<Runtime> make_runtime(
     const std::string& shard_group, const std::string& replicate_group,
     const std::string& reduce_shard_group, const std::string& reduce_replicate_group,
-    const std::string& control_group, int shard_channel, int replicate_channel, at::Device device,
-    bool persistent, bool reshard_after_forward, int prefetch, int64_t max_window_bytes,
-    bool register_windows, int64_t launch_bytes, Dtype compute_dtype, Dtype reduce_dtype,
-    Dtype accumulate_dtype, Dtype master_dtype) {
+    std::shared_ptr<Control> control, std::shared_ptr<Log> log, std::shared_ptr<Fault> fault,
+    int shard_channel, int replicate_channel, at::Device device, bool persistent,
+    bool reshard_after_forward, int prefetch, int64_t max_window_bytes, bool register_windows,
+    int64_t launch_bytes, Dtype compute_dtype, Dtype reduce_dtype, Dtype accumulate_dtype,
+    Dtype master_dtype) {
   RuntimeOptions options;
-  options.groups = {shard_group,   replicate_group, reduce_shard_group, reduce_replicate_group,
-                    control_group, shard_channel,   replicate_channel};
+  options.groups = {shard_group,   replicate_group,  reduce_shard_group, reduce_replicate_group,
+                    shard_channel, replicate_channel};
+  options.control = std::move(control);
+  options.log = std::move(log);
+  options.fault = std::move(fault);
   options.device = device;
   options.persistent = persistent;
   options.reshard_after_forward = reshard_after_forward;
@@ -78,9 +84,10 @@ py::list records(Runtime& self) {
   for (const Record& record : self.log().records()) {
     const std::string unit = record.unit < 0 ? "" : self.unit_name(record.unit);
     const bool collective = std::string(record.event) == "launch";
-    result.append(py::make_tuple(
-        record.sequence, record.event, record.kind, unit, record.elements, record.phase,
-        record.time, collective ? self.transport().times(record.launch) : std::nullopt));
+    result.append(py::make_tuple(record.sequence, record.event, record.kind, unit, record.elements,
+                                 record.phase, record.time,
+                                 collective ? self.transport().times(record.launch) : std::nullopt,
+                                 record.dtype, record.forward));
   }
   return result;
 }
@@ -93,7 +100,8 @@ void bind_runtime(py::module_& m) {
   py::class_<Runtime, std::shared_ptr<Runtime>>(m, "Runtime")
       .def(py::init(&make_runtime), py::kw_only(), py::arg("shard_group"),
            py::arg("replicate_group"), py::arg("reduce_shard_group"),
-           py::arg("reduce_replicate_group"), py::arg("control_group"), py::arg("shard_channel"),
+           py::arg("reduce_replicate_group"), py::arg("control").none(false),
+           py::arg("log").none(false), py::arg("fault").none(false), py::arg("shard_channel"),
            py::arg("replicate_channel"), py::arg("device"), py::arg("persistent"),
            py::arg("reshard_after_forward"), py::arg("prefetch"), py::arg("max_window_bytes"),
            py::arg("register_windows"), py::arg("launch_bytes"), py::arg("compute_dtype"),
@@ -246,6 +254,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("numels"), py::arg("shards"), py::arg("replicas"),
       "Elements of the flat buffer of parameters with these sizes, and of each rank's shard.");
   zerocore::ops::bind_kernels(m);
+  zerocore::bind_failures(m);
   zerocore::bind_runtime(m);
   zerocore::bind_memory(m);
   zerocore::bind_waits(m);

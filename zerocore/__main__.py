@@ -99,6 +99,20 @@ def _count(text: str) -> int:
     return int(text) if text.isdecimal() else int(float(text))
 
 
+def run_diagnose(options: argparse.Namespace) -> int:
+    """Prints where the ranks that logged to a folder part; 1 if there are no logs."""
+    from zerocore.diagnosis import first_divergence
+    from zerocore.logfile import read_states
+
+    try:
+        states = read_states(Path(options.folder))
+    except ValueError as error:
+        print(f"zerocore diagnose: {error}", file=sys.stderr)
+        return 1
+    print(first_divergence(states))
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
     """One subcommand each; `run` is its function, which returns the exit status."""
     result = argparse.ArgumentParser(prog="python -m zerocore", description="zerocore's commands.")
@@ -108,6 +122,10 @@ def parser() -> argparse.ArgumentParser:
     command.set_defaults(run=run_env)
     _add_export(commands)
     _add_import(commands)
+    about = "where ranks part first, from the logs that they wrote to ZEROCORE_LOG_DIR"
+    command = commands.add_parser("diagnose", help=about, description=f"Prints {about}.")
+    command.add_argument("folder", metavar="DIR", help="with rank0.jsonl and so on")
+    command.set_defaults(run=run_diagnose)
     return result
 
 

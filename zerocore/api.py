@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ def shard(
     max_window_bytes: int | None = None,
     register_windows: bool = False,
     init: Init = None,
+    timeout: float = 60.0,
 ) -> nn.Module:
     """Shards the training state of `model` over ranks, in place, and returns it.
 
@@ -87,8 +89,13 @@ def shard(
             `_init_weights(module)` of the model around it, as far as there are any. "empty":
             nothing; every parameter and buffer is to be loaded, on every rank, before the first
             forward, which is an error else (and a collective).
+        timeout: seconds that a rank waits for another one before both end with an error that says
+            where they part; the default process group's counts if that is shorter. It has to be
+            longer than anything that one rank does alone. The newest of the models over the same
+            ranks sets it for all of them.
 
     Raises:
+        torch.distributed.DistBackendError: if another rank does not come within `timeout`.
         RuntimeError: if there is no process group, or the model was sharded before.
         ValueError: for an option out of range, units that match nothing, a model without
             parameters, parameters on several devices or on another than the rank's current one, a
@@ -101,7 +108,8 @@ def shard(
     sharded_state = _is_stage(stage) and STAGES[stage].sharded
     # With an invalid mesh all ranks are told what is wrong.
     ranks = process_groups.resolve_ranks(None if error else mesh, sharded_state)
-    control = process_groups.make_control(ranks)
+    journal = process_groups.open_journal(ranks, timeout if _is_timeout(timeout) else 60.0)
+    control, host = process_groups.make_control(ranks, journal)
     plans: list[UnitPlan] = []
     parts: list[tensor_parallel.Part] = []
     options = place = initialiser = None
@@ -115,6 +123,7 @@ def shard(
             bucket_bytes,
             max_window_bytes,
             register_windows,
+            timeout,
         )
         if isinstance(model, nn.Module):
             parts = tensor_parallel.parts_of(model, ranks.all)
@@ -134,11 +143,11 @@ def shard(
         error = error or caught
     facts = _facts(model, place, options, plans, init) + tensor_parallel.facts(parts)
     try:
-        process_groups.agree(control, ranks, error, facts)
+        process_groups.agree(host, journal, error, facts)
     except BaseException:
         tensor_parallel.restore(parts)
         raise
-    groups = process_groups.make_groups(ranks, control, place.name)
+    groups = process_groups.make_groups(ranks, control, host, journal, place.name)
     tensor_parallel.hook(parts)  # before the hooks of units
     values = Values(model, initialiser, groups)
     how = _forget_originals(parts)
@@ -149,6 +158,11 @@ def shard(
     norm.install()
     scaler.install()
     return model
+
+
+def _is_timeout(timeout: object) -> bool:
+    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    return number and 0 < timeout < math.inf
 
 
 def _is_stage(stage: object) -> bool:
@@ -163,6 +177,7 @@ def _options(
     bucket_bytes: int,
     max_window_bytes: int | None,
     register_windows: bool,
+    timeout: float,
 ) -> Options:
     if not _is_stage(stage):
         raise ValueError(f"stage: expected 0, 1, 2 or 3, got {stage!r}")
@@ -194,6 +209,8 @@ def _options(
         raise ValueError(f"register_windows: expected True or False, got {register_windows!r}")
     if register_windows and lifetimes.full_parameters_stay:
         raise ValueError(f"register_windows: expected it at stage 3 only, got it at stage {stage}")
+    if not _is_timeout(timeout):
+        raise ValueError(f"timeout: expected a positive number of seconds, got {timeout!r}")
     return Options(
         stage=stage,
         lifetimes=lifetimes,
@@ -202,6 +219,7 @@ def _options(
         prefetch=prefetch,
         max_window_bytes=max_window_bytes or 0,
         register_windows=register_windows,
+        timeout=float(timeout),
     )
 
 

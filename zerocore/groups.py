@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
+import os
+import pickle
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,6 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
+
+from zerocore import _C
+from zerocore.journal import Journal, grace_of
+from zerocore.logfile import LogFile
+from zerocore.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,8 @@ class Groups:
             the reductions of other models, is not the same on all ranks. (gloo matches them by
             numbers: there the groups are the same.)
         control: gloo, for agreements on the host.
+        host: the agreements.
+        journal: what this rank did with the model.
         backend: the communication backend of all but `control`.
         claim: on the two groups for gradients.
     """
@@ -57,6 +67,8 @@ class Groups:
     reduce_shard: dist.ProcessGroup | None
     reduce_replicate: dist.ProcessGroup | None
     control: dist.ProcessGroup | None
+    host: _C.Control
+    journal: Journal
     backend: str
     claim: Claim | None
 
@@ -144,6 +156,18 @@ def _timeout() -> timedelta:
     return getattr(options, "_timeout", c10d.default_pg_timeout)
 
 
+def _store_host() -> str:
+    """Who is gone when the store of the default group is."""
+    store = c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return f"the store of the process group ({type(store).__name__})"
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return f"the launcher at {store.host}:{store.port}, which hosts the process group's store,"
+    return f"rank 0, which hosts the process group's store at {store.host}:{store.port},"
+
+
 class _Made:
     """The groups made in this process, for as long as its default group lives.
 
@@ -154,25 +178,40 @@ class _Made:
 
     def __init__(self) -> None:
         self.world: object = None
-        self.groups: dict[tuple[str, str, tuple[int, ...]], dist.ProcessGroup] = {}
+        self.watch: Watch | None = None
+        self.groups: dict[tuple[Any, ...], dist.ProcessGroup] = {}
         self.counts: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
         self.channels: Counter[tuple[int, ...]] = Counter()
         self.claims: dict[tuple[int, ...], weakref.WeakValueDictionary[int, Claim]] = {}
 
+    def renew(self) -> None:
+        """Forgets what belongs to a default group that is gone."""
+        if self.world is dist.group.WORLD:
+            return
+        if self.watch is not None:
+            self.watch.stop("left")
+        self.__init__()
+        self.world = dist.group.WORLD
+
+    def open_journal(self, ranks: tuple[int, ...], timeout: float) -> Journal:
+        """That of the next model over these ranks."""
+        self.renew()
+        if self.watch is None:
+            self.watch = _new_watch(self.world)
+        return self.watch.circle(tuple(sorted(ranks)), timeout).open_journal()
+
     def group(
-        self, purpose: str, ranks: tuple[int, ...], backend: str = "gloo"
+        self, purpose: str, ranks: tuple[int, ...], timeout: timedelta, backend: str = "gloo"
     ) -> dist.ProcessGroup | None:
         """The group of these ranks; None stands for a group of one."""
         if len(ranks) == 1:
             return None
-        if self.world is not dist.group.WORLD:
-            self.__init__()
-            self.world = dist.group.WORLD
         key = (purpose, backend, tuple(sorted(ranks)))
-        group = self.groups.get(key)
+        group = self.groups.get((*key, timeout))
         if group is None or group not in c10d._world.pg_map:  # perhaps destroyed by the user
             self.counts[key] += 1
-            group = self.groups[key] = _new_group(*key, self.counts[key])
+            group = _new_group(*key, self.counts[key], timeout)
+            self.groups[(*key, timeout)] = group
         return group
 
     def discard(self, group: dist.ProcessGroup | None) -> None:
@@ -183,11 +222,12 @@ class _Made:
         if group is not None and group in c10d._world.pg_map:
             dist.destroy_process_group(group)
 
-    def claim(self, ranks: tuple[int, ...], control: dist.ProcessGroup) -> tuple[int, Claim]:
+    def claim(
+        self, ranks: tuple[int, ...], host: _C.Control, journal: Journal
+    ) -> tuple[int, Claim]:
         """The lowest number that no model over these ranks has, on none of them; a collective."""
         claims = self.claims.setdefault(tuple(sorted(ranks)), weakref.WeakValueDictionary())
-        taken: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(taken, sorted(claims), group=control)
+        taken = _gather_objects("zerocore.shard", host, journal, sorted(claims))
         number = min(set(range(sum(map(len, taken)) + 1)).difference(*taken))
         claim = claims[number] = Claim()
         return number, claim
@@ -203,7 +243,20 @@ class _Made:
 _made = _Made()
 
 
-def _new_group(purpose: str, backend: str, ranks: tuple[int, ...], count: int) -> dist.ProcessGroup:
+def _new_watch(world: object) -> Watch:
+    """The watch over the default group."""
+    store, rank = c10d._get_default_store(), dist.get_rank()
+    # Worlds may follow each other on one store.
+    number = store.add(f"zerocore/worlds/{rank}", 1)
+    connections = [dist.PrefixStore(f"zerocore/{number}", store.clone()) for _ in range(2)]
+    folder = os.environ.get("ZEROCORE_LOG_DIR")
+    log_file = LogFile(folder, rank, dist.get_world_size()) if folder else None
+    return Watch(*connections, rank, lambda: dist.group.WORLD is world, _store_host(), log_file)
+
+
+def _new_group(
+    purpose: str, backend: str, ranks: tuple[int, ...], count: int, timeout: timedelta
+) -> dist.ProcessGroup:
     """A group that only its members make: a model may live on some of the ranks.
 
     Not by dist.new_group(use_local_synchronization=True): the name that it gives the group depends
@@ -218,28 +271,58 @@ def _new_group(purpose: str, backend: str, ranks: tuple[int, ...], count: int) -
         c10d.Backend(backend),
         c10d._get_default_store(),
         group_name=f"zerocore {backend} {purpose} {digest} {count}",
-        timeout=_timeout(),
+        timeout=timeout,
         group_desc=f"zerocore {purpose}",
     )
     c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     return group
 
 
-def make_control(ranks: Ranks) -> dist.ProcessGroup | None:
-    """The group for agreements on the host. A collective over `ranks.all`."""
-    return _made.group("control", ranks.all)
+def open_journal(ranks: Ranks, timeout: float) -> Journal:
+    """The journal of a model over these ranks. Not a collective.
+
+    Args:
+        timeout: seconds; the default group's counts if that is shorter.
+    """
+    return _made.open_journal(ranks.all, min(timeout, _timeout().total_seconds()))
 
 
-def make_groups(ranks: Ranks, control: dist.ProcessGroup | None, backend: str) -> Groups:
+def _wait_timeout(journal: Journal) -> timedelta:
+    """Of waits on the host: the rest of the model's is for finding out why they failed."""
+    timeout = journal.circle.timeout
+    return timedelta(seconds=timeout - grace_of(timeout))
+
+
+def make_control(ranks: Ranks, journal: Journal) -> tuple[dist.ProcessGroup | None, _C.Control]:
+    """The group for agreements on the host, and the agreements. A collective over `ranks.all`."""
+    with journal.collective("zerocore.shard"):
+        control = _made.group("control", ranks.all, _wait_timeout(journal))
+    return control, _C.Control(control.group_name if control else "", journal.number)
+
+
+def make_groups(
+    ranks: Ranks,
+    control: dist.ProcessGroup | None,
+    host: _C.Control,
+    journal: Journal,
+    backend: str,
+) -> Groups:
     """The groups that carry parameters and gradients. A collective over `ranks.all`."""
-    shard = _made.group("data", ranks.shard, backend)
-    replicate = _made.group("data", ranks.replicate, backend)
-    if backend == "gloo" or control is None:
-        return Groups(ranks, shard, replicate, shard, replicate, control, backend, None)
-    number, claim = _made.claim(ranks.all, control)
-    reduce_shard = _made.group(f"gradients {number}", ranks.shard, backend)
-    reduce_replicate = _made.group(f"gradients {number}", ranks.replicate, backend)
-    return Groups(ranks, shard, replicate, reduce_shard, reduce_replicate, control, backend, claim)
+    native = backend != "gloo"
+    # Waits of native backends are on the device: their own watchdogs end the process.
+    timeout = _timeout() if native else _wait_timeout(journal)
+    number, claim = 0, None
+    if native and control is not None:
+        number, claim = _made.claim(ranks.all, host, journal)
+    with journal.collective("zerocore.shard"):
+        shard = _made.group("data", ranks.shard, timeout, backend)
+        replicate = _made.group("data", ranks.replicate, timeout, backend)
+        reduce_shard, reduce_replicate = shard, replicate
+        if claim is not None:
+            reduce_shard = _made.group(f"gradients {number}", ranks.shard, timeout, backend)
+            reduce_replicate = _made.group(f"gradients {number}", ranks.replicate, timeout, backend)
+    data = (shard, replicate, reduce_shard, reduce_replicate)
+    return Groups(ranks, *data, control, host, journal, backend, claim)
 
 
 def reserve_channels(ranks: Ranks, count: int) -> tuple[int, int]:
@@ -247,9 +330,36 @@ def reserve_channels(ranks: Ranks, count: int) -> tuple[int, int]:
     return _made.reserve(ranks.shard, count), _made.reserve(ranks.replicate, count)
 
 
+def _gather_objects(caller: str, host: _C.Control, journal: Journal, value: Any) -> list[Any]:
+    """What every rank has, in the order of ranks.
+
+    Raises:
+        ValueError: if another rank has called something else.
+        torch.distributed.DistBackendError: if it fails.
+    """
+    data = torch.frombuffer(bytearray(pickle.dumps((caller, value))), dtype=torch.uint8)
+    with journal.collective(caller):
+        size = torch.tensor([data.numel()])
+        sizes = [int(size) for size in host.gather(_C.Topic.sizes, size)]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        parts = host.gather(_C.Topic.values, padded)
+    everyone = [
+        pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)
+    ]
+    ranks = journal.circle.ranks
+    for rank, (other, _) in zip(ranks, everyone, strict=True):
+        if other != caller:
+            raise ValueError(
+                f"zerocore: expected all ranks to call the same functions in the same order, got a "
+                f"difference: rank {dist.get_rank()} called {caller}, rank {rank} {other}"
+            )
+    return [value for _, value in everyone]
+
+
 def agree(
-    control: dist.ProcessGroup | None,
-    ranks: Ranks,
+    host: _C.Control,
+    journal: Journal,
     error: Exception | None,
     facts: list[tuple[str, Any]],
 ) -> None:
@@ -263,16 +373,11 @@ def agree(
         Exception: this rank's `error`.
         ValueError: for another rank's error, and for facts that differ: it names the first one.
     """
-    if control is None:
-        if error is not None:
-            raise error
-        return
     mine = (repr(error) if error is not None else None, [(k, repr(v)) for k, v in facts])
-    everyone: list[Any] = [None] * len(ranks.all)
-    dist.all_gather_object(everyone, mine, group=control)
+    everyone = _gather_objects("zerocore.shard", host, journal, mine)
     if error is not None:
         raise error
-    order = sorted(ranks.all)  # a group's, whatever the mesh's
+    order = journal.circle.ranks
     for rank, (theirs, _) in zip(order, everyone, strict=True):
         if theirs is not None:
             raise ValueError(f"zerocore.shard failed on rank {rank}: {theirs}")
@@ -306,10 +411,8 @@ def exchange(
     mine = repr(error) if error is not None else None
     answers = []
     for some, value in zip(groups, values, strict=True):
-        everyone: list[Any] = [(mine, value)] * len(some.ranks.all)
-        if some.control is not None:
-            dist.all_gather_object(everyone, (mine, value), group=some.control)
-        answers.append(list(zip(sorted(some.ranks.all), everyone, strict=True)))
+        everyone = _gather_objects(caller, some.host, some.journal, (mine, value))
+        answers.append(list(zip(some.journal.circle.ranks, everyone, strict=True)))
     if error is not None:
         raise error
     for everyone in answers:
@@ -323,21 +426,62 @@ def broadcast_from_first(tensors: list[torch.Tensor], groups: Groups) -> None:
     """Rank 0's values, in place and byte for byte."""
     if groups.control is None:
         return
-    for tensor in tensors:
-        if tensor.numel() == 0:
-            continue
-        buffer = tensor.detach().cpu().contiguous()
-        flat = buffer.reshape(-1).view(torch.uint8)
-        dist.broadcast(flat, src=groups.ranks.all[0], group=groups.control)
-        if buffer.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(buffer)
+    with groups.journal.collective("zerocore.shard"):
+        for tensor in tensors:
+            if tensor.numel() == 0:
+                continue
+            buffer = tensor.detach().cpu().contiguous()
+            flat = buffer.reshape(-1).view(torch.uint8)
+            dist.broadcast(flat, src=groups.ranks.all[0], group=groups.control)
+            if buffer.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(buffer)
 
 
-def reduce_over_all(value: torch.Tensor, groups: Groups, maximum: bool = False) -> torch.Tensor:
-    """As `reduce_over` all ranks of the model."""
-    if groups.backend == "gloo":
-        return reduce_over(value, (groups.control,), maximum)
-    return reduce_over(value, (groups.shard, groups.replicate), maximum)
+def reduce_over_all(
+    caller: str, value: torch.Tensor, groups: Groups, maximum: bool = False
+) -> torch.Tensor:
+    """The sum (or maximum) over all ranks of the model.
+
+    Args:
+        caller: what the user called, for the error.
+        value: a 0-dim floating tensor. NaN and inf of any rank reach all.
+    """
+    with groups.journal.collective(caller):
+        if groups.backend != "gloo":
+            return reduce_over(value, (groups.shard, groups.replicate), maximum)
+        topic = _C.Topic.maximum if maximum else _C.Topic.sum
+        values = torch.cat(groups.host.gather(topic, value.detach().double().reshape(1)))
+        return (values.amax() if maximum else values.sum()).to(value.dtype)
+
+
+@contextlib.contextmanager
+def long_work(caller: str, groups: Groups, seconds: float = 3600.0) -> Iterator[None]:
+    """Work on the host that may take some ranks longer than the model's timeout.
+
+    A collective: a rank that is done waits here for the others, up to `seconds`; one that dies is
+    noticed at once. Afterwards all are in step.
+
+    Args:
+        caller: what the user called, for the error.
+
+    Raises:
+        ValueError: for an exception of another rank in the block.
+    """
+    with groups.journal.collective(caller):
+        group = _made.group("long work", groups.ranks.all, timedelta(seconds=seconds))
+    host = _C.Control(group.group_name if group else "", groups.journal.number)
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    mine = repr(error) if error is not None else None
+    everyone = _gather_objects(caller, host, groups.journal, mine)
+    if error is not None:
+        raise error
+    for rank, theirs in zip(groups.journal.circle.ranks, everyone, strict=True):
+        if theirs is not None:
+            raise ValueError(f"{caller} failed on rank {rank}: {theirs}")
 
 
 def reduce_over(
@@ -398,10 +542,11 @@ def this_rank() -> int:
     return dist.get_rank()
 
 
-def checkpoint_groups(models: list[Groups], others: list[int]) -> Groups:
+def checkpoint_groups(caller: str, models: list[Groups], others: list[int]) -> Groups:
     """A control group of its own for all ranks that have a part of some models; a collective.
 
     Args:
+        caller: what the user called, for errors.
         models: a model and those in it.
         others: ranks that this one shares parameters with by tensor parallelism.
 
@@ -416,16 +561,18 @@ def checkpoint_groups(models: list[Groups], others: list[int]) -> Groups:
                 f"checkpoints, got a submodule on the ranks {groups.ranks.all} of "
                 f"{outer.ranks.all}; shard it over all of them, or save it by itself"
             )
-    everyone: list[Any] = [others]
-    if outer.control is not None:
-        everyone = [None] * len(outer.ranks.all)
-        dist.all_gather_object(everyone, others, group=outer.control)
-    ranks = tuple(sorted(set(outer.ranks.all).union(*everyone)))
-    group = _made.group("checkpoint", ranks)
-    return Groups(Ranks(ranks, ranks, ()), None, None, None, None, group, "gloo", None)
+    everyone = _gather_objects(caller, outer.host, outer.journal, others)
+    every = tuple(sorted(set(outer.ranks.all).union(*everyone)))
+    ranks = Ranks(every, every, ())
+    # A journal of its own: what is saved in the background has no place in the model's order.
+    journal = open_journal(ranks, outer.journal.circle.timeout)
+    with journal.collective(caller):
+        control = _made.group("checkpoint", every, _wait_timeout(journal))
+    host = _C.Control(control.group_name if control else "", journal.number)
+    return Groups(ranks, None, None, None, None, control, host, journal, "gloo", None)
 
 
-def gather_to_first(value: Any, groups: Groups) -> list[Any]:
+def gather_to_first(caller: str, value: Any, groups: Groups) -> list[Any]:
     """The values of all ranks, in their order, on the first one; nothing on others. A collective.
 
     Over the control group.
@@ -434,7 +581,8 @@ def gather_to_first(value: Any, groups: Groups) -> list[Any]:
         return [value]
     first = min(groups.ranks.all)
     found = [None] * len(groups.ranks.all) if dist.get_rank() == first else None
-    dist.gather_object(value, found, dst=first, group=groups.control)
+    with groups.journal.collective(caller):
+        dist.gather_object(value, found, dst=first, group=groups.control)
     return found or []
 
 

@@ -47,7 +47,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     parts = [(s, registry.entry_of(p).tensor_parallel, p.grad) for s, p in params]
     others = [p for p in model.parameters() if registry.entry_of(p) is None]
     parts += [(None, None, p.grad) for p in others if p.grad is not None]
-    norm = grad_norm(parts, models, norm_type).to(_result_dtype(parts))
+    caller = "zerocore.clip_grad_norm_"
+    norm = grad_norm(caller, parts, models, norm_type).to(_result_dtype(parts))
     grads = [grad for _, _, grad in parts]
     if grads:
         torch._foreach_mul_(grads, clip_coefficient(norm, max_norm))
@@ -55,7 +56,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 
 def grad_norm(
-    parts: Iterable[Part], models: Iterable[Sharded], norm_type: float = 2.0
+    caller: str, parts: Iterable[Part], models: Iterable[Sharded], norm_type: float = 2.0
 ) -> torch.Tensor:
     """The norm over the whole of all gradients.
 
@@ -63,6 +64,7 @@ def grad_norm(
     counted once, however many ranks hold it; those of no sharded model, as if all did.
 
     Args:
+        caller: what the user called, for errors.
         parts: this rank's gradients.
         models: the sharded models of the parts, in an order that all ranks share.
 
@@ -98,7 +100,7 @@ def grad_norm(
         value = groups.reduce_over(value, kind, maximum)
         total = torch.maximum(total, value) if maximum else total + value
     if widest is not None:
-        total = groups.reduce_over_all(total, widest, maximum)
+        total = groups.reduce_over_all(caller, total, widest, maximum)
     return total if maximum else total.pow(1.0 / norm_type)
 
 
@@ -162,7 +164,8 @@ def _total_norm(
         )
     for sharded in models:
         sharded.core.before_step()
-    norm = grad_norm(parts, models, norm_type).to(_result_dtype(parts))
+    caller = "torch.nn.utils.get_total_norm"
+    norm = grad_norm(caller, parts, models, norm_type).to(_result_dtype(parts))
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients is {norm.item()}, so it cannot be "

@@ -373,7 +373,7 @@ class AdamW(torch.optim.Optimizer):
             for grads in (buffer.grads(),)
             for start, stop, how in plan.spans
         ]
-        norm = grad_norm(parts, models)
+        norm = grad_norm("zerocore.AdamW.step", parts, models)
         if self.max_grad_norm is not None:
             norm = self.grad_norm = (norm if inverse is None else norm * inverse).float()
         found = (~norm.isfinite()).float()

@@ -105,6 +105,7 @@ class Options:
     prefetch: int
     max_window_bytes: int
     register_windows: bool
+    timeout: float
 
 
 class Sharded:
@@ -161,7 +162,9 @@ class Sharded:
             reduce_replicate_group=(
                 groups.reduce_replicate.group_name if groups.reduce_replicate else ""
             ),
-            control_group=groups.control.group_name if groups.control else "",
+            control=groups.host,
+            log=groups.journal.log,
+            fault=groups.journal.fault,
             shard_channel=shard_channel,
             replicate_channel=replicate_channel,
             device=device,
@@ -176,6 +179,7 @@ class Sharded:
             accumulate_dtype=mixed.accumulate if mixed else None,
             master_dtype=mixed.master if mixed else None,
         )
+        groups.journal.units = self.units
         for plan in plans:
             self._add_unit(plan, tensor_parallel, values)
         self.core.seal()
@@ -222,7 +226,7 @@ class Sharded:
         )
 
     def _hook_root(self, model: nn.Module) -> None:
-        core = self.core
+        core, journal = self.core, self.groups.journal
         mixed = self.options.mixed_precision
         original = weakref.ref(model)  # a hook must not keep its module alive
 
@@ -240,14 +244,17 @@ class Sharded:
         def after(_: nn.Module, args: Any, output: Any) -> Any:
             if mixed and mixed.output is not None:
                 output = cast(output, mixed.output)
-            core.end_forward(tensors_in(output), _failed(output))
+            failed = _failed(output)
+            if failed:
+                journal.saw(sys.exc_info()[1], 0, "forward")
+            core.end_forward(tensors_in(output), failed)
             return output
 
         model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         model.register_forward_hook(after, always_call=True)
 
     def _hook_unit(self, module: nn.Module, unit: int) -> None:
-        core = self.core
+        core, journal = self.core, self.groups.journal
         original, what = weakref.ref(module), f"unit {self.units[unit]!r}"
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -255,7 +262,10 @@ class Sharded:
             core.pre_forward(unit, tensors_in((args, kwargs)))
 
         def after(_: nn.Module, args: Any, output: Any) -> None:
-            core.post_forward(unit, tensors_in(output), _failed(output))
+            failed = _failed(output)
+            if failed:
+                journal.saw(sys.exc_info()[1], unit, "forward")
+            core.post_forward(unit, tensors_in(output), failed)
 
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, always_call=True)

@@ -94,7 +94,11 @@ class GradScaler(torch.amp.GradScaler):
             for ranks in sharded.tensor_parallel_groups:
                 anywhere = groups.reduce_over(anywhere, ranks, maximum=True)
         widest = groups.widest(sharded.groups for sharded in models)
-        return {found_inf.device: groups.reduce_over_all(anywhere, widest, maximum=True)}
+        return {
+            found_inf.device: groups.reduce_over_all(
+                "zerocore.GradScaler.unscale_", anywhere, widest, maximum=True
+            )
+        }
 
 
 _torchs_unscale = torch.amp.GradScaler._unscale_grads_

@@ -37,9 +37,11 @@ class Windows(NamedTuple):
 class Record(NamedTuple):
     """Something that happened."""
 
-    sequence: int
-    event: str  # launch, wait (the host needs the result), done; begin, end
-    kind: str  # all_gather, reduce; compute
+    sequence: int  # goes on after a reset
+    # launch, wait (the host needs the result), done; begin, end; need (of a window); enter, leave
+    # (of what the host takes part in); raise (an exception that passed through the model)
+    event: str
+    kind: str  # all_gather, reduce; compute; window; what was entered
     unit: str
     elements: int  # of the unit's flat buffers
     phase: str  # forward, backward, idle
@@ -47,6 +49,8 @@ class Record(NamedTuple):
     # When a launched collective began and ended on the device, in seconds since `time_launches`;
     # None without it, before the end, and on the CPU.
     device_times: tuple[float, float] | None
+    dtype: str  # of the elements; empty: of none, or of several
+    forward: int  # number of the newest forward, from 1
 
 
 class Stats:

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
+#include <stdexcept>
 #include <utility>
 
 #include "runtime/hooks.h"
@@ -112,6 +113,7 @@ void Runtime::enter_backward_of(int unit) {
   Unit& state = *units_[unit];
   if (state.in_backward) return;
   state.in_backward = true;
+  need(unit);
   scheduler_->demand(unit);
   show(unit, View::window);
   note("begin", "compute", unit, 0);
@@ -176,6 +178,7 @@ void Runtime::take_gradients_of(int unit) {
 // ended), and then the wait is what bounds the memory.
 void Runtime::launch_reductions() {
   if (taken_.empty()) return;
+  fault_->check();
   streams_.wait(streams_.reduce(), streams_.here(streams_.current()), Wait::gradients_ready);
   if (packing_) streams_.wait(streams_.current(), packing_->first, Wait::gradients_packed);
   packing_.reset();
@@ -208,13 +211,11 @@ void Runtime::end_backward() {
     for (int unit = 0; unit < units(); ++unit) {
       Unit& state = *units_[unit];
       if (state.issued) note("wait", "reduce", unit, elements(unit));
-      for (size_t f = 0; f < state.flats.size(); ++f) {
-        try {
+      waiting("reduction", unit, [&] {
+        for (size_t f = 0; f < state.flats.size(); ++f) {
           state.gradients[f]->finish(agreement.used[unit][f]);
-        } catch (const std::exception& error) {
-          collective_failed("reduction", unit, error);
         }
-      }
+      });
       if (state.issued) note("done", "reduce", unit, elements(unit));
     }
     packing_.reset();
@@ -233,10 +234,10 @@ void Runtime::end_backward() {
 }
 
 // [Note: agreement] At the end of a reducing backward the ranks take the maximum over
-//   [order of the gathers: 8 bytes][its complement: 8][late: 1 a unit][used: 1 a parameter]
+//   [history: 8 bytes][its complement: 8][late: 1 a unit][used: 1 a parameter]
 // so that all know which parameters somebody used, which units somebody has to reduce again, and (a
 // maximum and the maximum of complements are complements only if all were equal) that all gathered
-// in the same order.
+// in the same order, and went on after as many exceptions.
 at::Tensor Runtime::agreement_bytes(const Agreement& local) const {
   int64_t count = 16 + units();
   for (const auto& unit : local.used) {
@@ -244,9 +245,10 @@ at::Tensor Runtime::agreement_bytes(const Agreement& local) const {
   }
   at::Tensor bytes = at::empty({count}, at::kByte);
   uint8_t* next = bytes.data_ptr<uint8_t>();
-  const uint64_t order = options_.persistent ? 0 : scheduler_->fingerprint();
-  for (int shift = 0; shift < 64; shift += 8) *next++ = static_cast<uint8_t>(order >> shift);
-  for (int shift = 0; shift < 64; shift += 8) *next++ = static_cast<uint8_t>(~order >> shift);
+  uint64_t history = static_cast<uint64_t>(log_->recoveries()) * 0x9e3779b97f4a7c15;
+  if (!options_.persistent) history ^= scheduler_->fingerprint();
+  for (int shift = 0; shift < 64; shift += 8) *next++ = static_cast<uint8_t>(history >> shift);
+  for (int shift = 0; shift < 64; shift += 8) *next++ = static_cast<uint8_t>(~history >> shift);
   for (bool late : local.late) *next++ = late;
   for (const auto& unit : local.used) {
     for (const auto& flat : unit) {
@@ -269,7 +271,8 @@ Runtime::Agreement Runtime::agree() {
   }
   if (control_->ranks() == 1) return result;
   const at::Tensor bytes = agreement_bytes(result);
-  control_->max(bytes);
+  log_->count("control", bytes.numel(), bytes.numel());
+  agreeing("agreement", [&] { control_->max(Topic::backward, bytes); });
   const uint8_t* next = bytes.data_ptr<uint8_t>();
   for (int i = 0; i < 8; ++i) {
     if (next[i] + next[i + 8] != 255) report_divergence();
@@ -302,36 +305,15 @@ void Runtime::reduce_rest(const Agreement& agreement) {
   }
 }
 
-void Runtime::report_divergence() {
-  const std::vector<int> visited = scheduler_->visited();
-  at::Tensor length = at::full({1}, static_cast<int64_t>(visited.size()), at::kLong);
-  int64_t longest = 0;
-  for (const at::Tensor& other : control_->gather(length)) {
-    longest = std::max(longest, other.item<int64_t>());
-  }
-  at::Tensor own = at::full({longest}, -1, at::kLong);
-  std::copy(visited.begin(), visited.end(), own.data_ptr<int64_t>());
-  const std::vector<at::Tensor> orders = control_->gather(own);
-  const auto name = [&](int64_t unit) {
-    return unit < 0 ? std::string("nothing") : "unit '" + unit_name(static_cast<int>(unit)) + "'";
-  };
-  for (int64_t step = 0; step < longest; ++step) {
-    const int64_t expected = orders[0].data_ptr<int64_t>()[step];
-    for (size_t rank = 1; rank < orders.size(); ++rank) {
-      const int64_t got = orders[rank].data_ptr<int64_t>()[step];
-      TORCH_CHECK(got == expected, "zerocore: expected all ranks to use the units in the same ",
-                  "order, got a difference at step ", step, ": rank 0 used ", name(expected),
-                  ", rank ", rank, " ", name(got));
-    }
-  }
-  TORCH_CHECK(false, "zerocore: the ranks' orders of units differ in their fingerprints only");
-}
-
 void Runtime::adopt_observed_order() {
   const std::vector<int> observed = reductions_->observed();
   at::Tensor own = at::empty({units()}, at::kLong);
   std::copy(observed.begin(), observed.end(), own.data_ptr<int64_t>());
-  const at::Tensor first = control_->gather(own)[0];
+  at::Tensor first = own;
+  if (control_->ranks() > 1) {
+    log_->count("control", own.numel(), static_cast<int64_t>(own.nbytes()));
+  }
+  agreeing("order", [&] { first = control_->gather(Topic::order, own)[0]; });
   reductions_->adopt({first.data_ptr<int64_t>(), first.data_ptr<int64_t>() + units()});
   order_agreed_ = true;
 }
@@ -339,14 +321,20 @@ void Runtime::adopt_observed_order() {
 // The rest of what a failed backward leaves is put in order by whoever comes next: it may have to
 // wait for other ranks, and the error is on its way to the user.
 void Runtime::backward_is_gone(int64_t number) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (!in_backward_ || number != backward_number_) return;
+  // Perhaps on a thread that has the GIL, for which the one in there may wait: then the next call
+  // finds that the backward is gone.
+  const std::unique_lock<std::recursive_mutex> lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock() || !in_backward_ || number != backward_number_) return;
   drop_gradients();
   if (depth_ == 0) show_all(View::shard);
 }
 
 void Runtime::drop_gradients() {
   if (std::exchange(dropped_, true)) return;
+  int unit = 0;
+  for (int i = 1; i < units(); ++i) unit = units_[i]->in_backward ? i : unit;
+  note_exception(unit);
+  recover();
   taken_.clear();
   taken_bytes_ = 0;
   for (auto& unit : units_) {

@@ -1,7 +1,12 @@
-// Agreements on the host, over gloo.
+// Agreements on the host, as messages between pairs of ranks.
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/max.h>
+#include <c10/core/InferenceMode.h>
 
+#include <algorithm>
 #include <functional>
 #include <future>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -16,45 +21,81 @@ namespace zerocore {
 
 struct Control::Group {
   c10::intrusive_ptr<c10d::ProcessGroup> group;
+  int number = 0;
   Worker worker;  // see [Note: posting]
 
-  // Returns when the collective is done.
-  void run(std::function<void()> collective) {
-    auto task = std::make_shared<std::packaged_task<void()>>(std::move(collective));
+  // Returns when it is done.
+  void run(std::function<void()> exchange) {
+    auto task = std::make_shared<std::packaged_task<void()>>([exchange = std::move(exchange)] {
+      c10::InferenceMode normal(false);
+      at::NoGradGuard no_grad;
+      exchange();
+    });
     std::future<void> done = task->get_future();
     worker.post([task] { (*task)(); });
     done.get();
   }
+
+  // Rounds of one agreement are between different pairs, with different sizes.
+  int tag(Topic topic, int round) const {
+    constexpr int kRounds = 32;
+    return (number * static_cast<int>(Topic::count) + static_cast<int>(topic)) * kRounds + round;
+  }
+
+  void swap(Topic topic, int round, const at::Tensor& sent, int to, const at::Tensor& received,
+            int from) {
+    std::vector<at::Tensor> in{received}, out{sent};
+    auto receiving = group->recv(in, from, tag(topic, round));
+    auto sending = group->send(out, to, tag(topic, round));
+    receiving->wait();
+    sending->wait();
+  }
 };
 
-Control::Control(const std::string& group, std::shared_ptr<Log> log)
-    : group_(std::make_unique<Group>()), log_(std::move(log)) {
+Control::Control(const std::string& group, int number) : group_(std::make_unique<Group>()) {
   if (group.empty()) return;
   group_->group = c10d::resolve_process_group(group);
+  group_->number = number;
   ranks_ = group_->group->getSize();
 }
 
 Control::~Control() = default;
 
-void Control::max(const at::Tensor& bytes) {
+// After each round a rank has the maximum over twice as many ranks in front of it, some of them
+// perhaps twice, which a maximum does not mind.
+void Control::max(Topic topic, const at::Tensor& bytes) {
   if (ranks_ == 1) return;
-  log_->count("control", bytes.numel(), bytes.numel());
   group_->run([&] {
-    c10d::AllreduceOptions options;
-    options.reduceOp = c10d::ReduceOp::MAX;
-    std::vector<at::Tensor> tensors{bytes};
-    group_->group->allreduce(tensors, options)->wait();
+    const int rank = group_->group->getRank();
+    const at::Tensor other = at::empty_like(bytes);
+    at::Tensor own = bytes;
+    for (int round = 0, step = 1; step < ranks_; ++round, step *= 2) {
+      group_->swap(topic, round, own, (rank + step) % ranks_, other,
+                   (rank + ranks_ - step) % ranks_);
+      at::max_out(own, own, other);
+    }
   });
 }
 
-std::vector<at::Tensor> Control::gather(const at::Tensor& values) {
+// Block i is of the rank i places behind this one; after each round there are twice as many.
+std::vector<at::Tensor> Control::gather(Topic topic, const at::Tensor& values) {
   if (ranks_ == 1) return {values};
-  log_->count("control", values.numel(), static_cast<int64_t>(values.nbytes()));
-  std::vector<std::vector<at::Tensor>> results(1);
-  for (int rank = 0; rank < ranks_; ++rank) results[0].push_back(at::empty_like(values));
-  std::vector<at::Tensor> inputs{values};
-  group_->run([&] { group_->group->allgather(results, inputs)->wait(); });
-  return results[0];
+  const int64_t size = values.numel();
+  const at::Tensor blocks = at::empty({ranks_ * size}, values.options());
+  blocks.narrow(0, 0, size).copy_(values);
+  const int rank = group_->group->getRank();
+  group_->run([&] {
+    for (int round = 0, step = 1; step < ranks_; ++round, step *= 2) {
+      const int64_t count = std::min(step, ranks_ - step) * size;
+      group_->swap(topic, round, blocks.narrow(0, 0, count), (rank + ranks_ - step) % ranks_,
+                   blocks.narrow(0, step * size, count), (rank + step) % ranks_);
+    }
+  });
+  std::vector<at::Tensor> ordered;
+  for (int peer = 0; peer < ranks_; ++peer) {
+    ordered.push_back(blocks.narrow(0, (peer + ranks_ - rank) % ranks_ * size, size));
+  }
+  return ordered;
 }
 
 }  // namespace zerocore

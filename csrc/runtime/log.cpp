@@ -1,17 +1,53 @@
 #include "runtime/log.h"
 
+#include <algorithm>
+#include <set>
+#include <string_view>
+
 namespace zerocore {
 
+const char* interned(const std::string& text) {
+  static std::mutex mutex;
+  static auto* texts = new std::set<std::string>;  // outlives what reads it at exit
+  std::lock_guard<std::mutex> lock(mutex);
+  return texts->insert(text).first->c_str();
+}
+
 void Log::add(const Event& event) {
+  const std::string_view name(event.event);
+  const bool shared = name == "need" || name == "enter";
   std::lock_guard<std::mutex> lock(mutex_);
+  const Record record{event,     next_,       now(),
+                      forwards_, recoveries_, shared ? position_++ : int64_t{-1}};
+  const size_t place = static_cast<size_t>(next_++) % capacity_;
+  if (place >= ring_.size()) ring_.resize(place + 1);
+  ring_[place] = record;
+}
+
+void Log::begin_forward() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ++forwards_;
+}
+
+void Log::recover() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ++recoveries_;
+  position_ = 0;
+}
+
+int64_t Log::recoveries() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return recoveries_;
+}
+
+int64_t Log::next() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return next_;
+}
+
+double Log::now() const {
   const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start_;
-  Record record{event, next_, time.count()};
-  if (ring_.size() < capacity_) {
-    ring_.push_back(record);
-  } else {
-    ring_[next_ % static_cast<int64_t>(capacity_)] = record;
-  }
-  ++next_;
+  return time.count();
 }
 
 void Log::count(const char* kind, int64_t elements, int64_t bytes) {
@@ -22,14 +58,11 @@ void Log::count(const char* kind, int64_t elements, int64_t bytes) {
   traffic.bytes += bytes;
 }
 
-std::vector<Record> Log::records() const {
+std::vector<Record> Log::records(int64_t from) const {
   std::lock_guard<std::mutex> lock(mutex_);
   std::vector<Record> ordered;
-  ordered.reserve(ring_.size());
-  const size_t oldest = ring_.size() < capacity_ ? 0 : static_cast<size_t>(next_) % capacity_;
-  for (size_t i = 0; i < ring_.size(); ++i) {
-    ordered.push_back(ring_[(oldest + i) % ring_.size()]);
-  }
+  int64_t next = std::max({from, first_, next_ - static_cast<int64_t>(capacity_)});
+  for (; next < next_; ++next) ordered.push_back(ring_[static_cast<size_t>(next) % capacity_]);
   return ordered;
 }
 
@@ -40,8 +73,7 @@ std::map<std::string, Traffic> Log::traffic() const {
 
 void Log::reset() {
   std::lock_guard<std::mutex> lock(mutex_);
-  ring_.clear();
-  next_ = 0;
+  first_ = next_;
   traffic_.clear();
 }
 

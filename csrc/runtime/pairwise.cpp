@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <future>
+#include <limits>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -71,9 +72,25 @@ class FuturePending : public Pending {
 // The purposes that may be under way at once on one channel get tags of their own.
 enum class Purpose { gather, scatter, replica_scatter, replica_gather, count };
 
-int tag(int channel, Purpose purpose) {
-  return channel * static_cast<int>(Purpose::count) + static_cast<int>(purpose);
-}
+// gloo matches messages of one tag in their order. Generations come back after a while, when
+// nothing of the old one is left.
+constexpr int kGenerations = 16;
+
+struct Channel {
+  int number;
+  int generation;
+
+  int tag(Purpose purpose) const {
+    const int64_t tag =
+        (int64_t{number} * static_cast<int>(Purpose::count) + static_cast<int>(purpose)) *
+            kGenerations +
+        generation;
+    TORCH_CHECK(tag <= std::numeric_limits<int>::max(),
+                "zerocore: expected fewer sharded models in one process group, got no number left ",
+                "for messages; make a new process group");
+    return static_cast<int>(tag);
+  }
+};
 
 at::Tensor slot(const at::Tensor& buffer, int slots, int index) {
   const int64_t size = buffer.numel() / slots;
@@ -175,12 +192,15 @@ class PairwiseTransport : public Transport {
     }
   }
 
+  void set_generation(int64_t generation) override {
+    generation_ = static_cast<int>(generation % kGenerations);
+  }
+
   std::unique_ptr<Pending> all_gather(const at::Tensor& window, int channel) override {
     if (shards_ == 1) return std::make_unique<Done>();
     count("all_gather", window, window.numel() / shards_ * (shards_ - 1));
     return std::make_unique<ExchangePending>(
-        gather(*poster_, shard_group_, tag(shard_channel_ + channel, Purpose::gather), window),
-        window);
+        gather(*poster_, shard_group_, shards(channel).tag(Purpose::gather), window), window);
   }
 
   std::unique_ptr<Pending> reduce(const at::Tensor& packed, const at::Tensor& partial,
@@ -222,8 +242,8 @@ class PairwiseTransport : public Transport {
     Scatter first;
     if (shards_ > 1) {
       count("reduce_scatter", packed, packed.numel() / shards_ * (shards_ - 1));
-      first = scatter(*poster_, shard_group_, tag(shard_channel_ + channel, Purpose::scatter),
-                      packed, buffers_);
+      first =
+          scatter(*poster_, shard_group_, shards(channel).tag(Purpose::scatter), packed, buffers_);
     } else {
       first.versions = {packed};
       first.own = packed;
@@ -232,7 +252,7 @@ class PairwiseTransport : public Transport {
     // that neither waits for the other's computation.
     auto task = std::make_shared<std::packaged_task<void()>>(
         [=, first = std::move(first), buffers = buffers_, log = log_, poster = poster_,
-         replicate_channel = replicate_channel_ + channel]() mutable {
+         replicate_channel = Channel{replicate_channel_ + channel, generation_}]() mutable {
           c10::InferenceMode normal(false);
           at::NoGradGuard no_grad;
           finish_reduce(*poster, replicas, buffers, *log, std::move(first), partial, out,
@@ -243,6 +263,8 @@ class PairwiseTransport : public Transport {
     return pending;
   }
 
+  Channel shards(int channel) const { return {shard_channel_ + channel, generation_}; }
+
   static void count(Log& log, const char* kind, const at::Tensor& buffer, int64_t elements) {
     log.count(kind, elements, elements * static_cast<int64_t>(buffer.element_size()));
   }
@@ -252,7 +274,7 @@ class PairwiseTransport : public Transport {
 
   static void finish_reduce(Worker& poster, const GroupPtr& replicas,
                             const std::shared_ptr<DevicePool>& buffers, Log& log, Scatter first,
-                            at::Tensor partial, at::Tensor out, bool accumulate, int channel) {
+                            at::Tensor partial, at::Tensor out, bool accumulate, Channel channel) {
     Exchange messages = first.messages.valid() ? first.messages.get() : Exchange{};
     wait_all(messages.received);
     if (!replicas) {
@@ -271,15 +293,14 @@ class PairwiseTransport : public Transport {
     }
     const int size = replicas->getSize();
     count(log, "all_reduce", sum, 2 * (sum.numel() / size) * (size - 1));
-    Scatter second =
-        scatter(poster, replicas, tag(channel, Purpose::replica_scatter), sum, buffers);
+    Scatter second = scatter(poster, replicas, channel.tag(Purpose::replica_scatter), sum, buffers);
     Exchange versions = second.messages.get();
     wait_all(versions.received);
     at::Tensor part = slot(sum, size, replicas->getRank());
     ops::sum_shards_(part, second.versions, false);
     // What arrives next takes the place of what was sent.
     wait_all(versions.sent);
-    Exchange parts = gather(poster, replicas, tag(channel, Purpose::replica_gather), sum).get();
+    Exchange parts = gather(poster, replicas, channel.tag(Purpose::replica_gather), sum).get();
     wait_all(parts.received);
     ops::sum_shards_(out, {sum}, accumulate);
     wait_all(parts.sent);
@@ -288,6 +309,7 @@ class PairwiseTransport : public Transport {
 
   const int shard_channel_;
   const int replicate_channel_;
+  int generation_ = 0;
   GroupPtr shard_group_;
   GroupPtr replicate_group_;
   std::shared_ptr<DevicePool> buffers_;

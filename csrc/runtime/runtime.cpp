@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <string_view>
 #include <utility>
 
 #include "runtime/hooks.h"
@@ -43,11 +44,12 @@ std::shared_ptr<DevicePool> make_windows(const RuntimeOptions& options, Streams&
 Runtime::Runtime(RuntimeOptions options)
     : options_(std::move(options)),
       streams_(Streams::of(options_.device)),
-      log_(std::make_shared<Log>()),
+      log_(options_.log),
       buffers_(std::make_shared<DevicePool>(streams_, streams_.reduce(), /*budget=*/0)),
       transport_(make_transport(options_, buffers_, log_)),
       windows_(make_windows(options_, streams_, transport_)),
-      control_(std::make_unique<Control>(options_.groups.control, log_)) {}
+      control_(options_.control),
+      fault_(options_.fault) {}
 
 Runtime::~Runtime() = default;
 
@@ -62,9 +64,12 @@ int Runtime::add_unit(std::string name, std::vector<FlatParams> flats) {
   const double scale = 1.0 / (static_cast<double>(transport_->shards()) * transport_->replicas());
   for (FlatParams& group : flats) {
     FlatOptions flat_options{options_.compute_dtype, options_.master_dtype, options_.persistent};
-    auto flat = std::make_unique<Flat>(unit->name, std::move(group.names), std::move(group.params),
-                                       std::move(group.full), flat_options, *transport_, windows_,
-                                       next_channel_);
+    std::unique_ptr<Flat> flat;
+    waiting("broadcast of the initial parameters", -1, [&] {
+      flat = std::make_unique<Flat>(unit->name, std::move(group.names), std::move(group.params),
+                                    std::move(group.full), flat_options, *transport_, windows_,
+                                    next_channel_);
+    });
     next_channel_ += 2;
     unit->gradients.push_back(
         std::make_unique<Gradients>(*flat, gradient_dtypes(*flat), scale, buffers_));
@@ -105,16 +110,6 @@ int64_t Runtime::bytes(int unit) const {
   return bytes;
 }
 
-int64_t Runtime::elements(int unit) const {
-  int64_t total = 0;
-  for (const auto& flat : units_[unit]->flats) total += flat->layout().total();
-  return total;
-}
-
-void Runtime::note(const char* event, const char* kind, int unit, int64_t elements) {
-  log_->add({event, kind, phase_, unit, elements, transport_->launch()});
-}
-
 void Runtime::show(int unit, View view) {
   for (auto& flat : units_[unit]->flats) flat->show(view);
 }
@@ -145,6 +140,7 @@ bool Runtime::start(int unit) {
   int64_t elements = 0;
   for (size_t i = 0; i < flats.size(); ++i) {
     if (!flats[i]->stale()) continue;
+    waiting("all-gather", unit, [&] { flats[i]->drain(); });
     if (!flats[i]->start_gather()) {
       for (size_t j = 0; j < i; ++j) flats[j]->release_window();
       return false;
@@ -157,26 +153,16 @@ bool Runtime::start(int unit) {
 
 void Runtime::finish(int unit) {
   note("wait", "all_gather", unit, elements(unit));
-  for (auto& flat : units_[unit]->flats) {
-    try {
-      flat->finish_gather();
-    } catch (const std::exception& error) {
-      collective_failed("all-gather", unit, error);
-    }
-  }
+  waiting("all-gather", unit, [&] {
+    for (auto& flat : units_[unit]->flats) flat->finish_gather();
+  });
   note("done", "all_gather", unit, elements(unit));
-}
-
-void Runtime::collective_failed(const char* what, int unit, const std::exception& error) {
-  const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
-  TORCH_CHECK_WITH(DistBackendError, false, "zerocore: the ", what, " of unit '", unit_name(unit),
-                   "' failed in ", phase_, ": ",
-                   torch_error ? torch_error->what_without_backtrace() : error.what());
 }
 
 void Runtime::release(int unit) {
   const Flat* written = nullptr;
   for (auto& flat : units_[unit]->flats) {
+    waiting("all-gather", unit, [&] { flat->drain(); });
     flat->release_window();
     flat->show(depth_ > 0 ? View::guard : View::shard);
     if (flat->take_written()) written = flat.get();
@@ -223,6 +209,7 @@ void Runtime::invalidate_stale() {
 }
 
 void Runtime::begin_forward(bool gradients) {
+  fault_->check();
   if (!inside_backward()) {
     for (const auto& nested : nested_) {
       if (auto model = nested.lock()) model->gather_ahead(weak_from_this());
@@ -240,6 +227,8 @@ void Runtime::begin_forward(bool gradients) {
   if (!inside_backward()) {
     settle();
     phase_ = "forward";
+    log_->begin_forward();
+    raised_ = false;
     scheduler_->begin_pass(gradients);
     for (const auto& unit : units_) {
       unit->borrowed = false;
@@ -281,21 +270,24 @@ void Runtime::notice_changes() {
 void Runtime::end_forward(const std::vector<at::Tensor>& outputs, bool failed) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (depth_ == 0 || --depth_ > 0) return;
+  if (failed) note_exception(kRoot);
   note("end", "compute", kRoot, 0);
   const Call call = end_call(kRoot);
   const bool gradients = !failed && needs_grad(outputs);
   if (gradients) hook_outputs(call, outputs);
   if (inside_backward()) return;
   show_all(View::shard);
-  if (!gradients) {
+  if (!gradients && !fault_->broken()) {
     scheduler_->release_all();
     if (!failed) scheduler_->end_pass();
   }
+  if (failed && c10::GradMode::is_enabled()) recover();
   phase_ = "idle";
 }
 
 void Runtime::pre_forward(int unit, const std::vector<at::Tensor>& inputs) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
+  need(unit);
   scheduler_->demand(unit);
   show(unit, View::window);
   hold_accumulators(unit);
@@ -309,6 +301,7 @@ void Runtime::post_forward(int unit, const std::vector<at::Tensor>& outputs, boo
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   Unit& state = *units_[unit];
   const Call call = end_call(unit);
+  if (failed) note_exception(unit);
   note("end", "compute", unit, 0);
   const bool gradients = !failed && needs_grad(outputs);
   if (gradients) hook_outputs(call, outputs);
@@ -318,6 +311,7 @@ void Runtime::post_forward(int unit, const std::vector<at::Tensor>& outputs, boo
   if (!state.running.empty() || state.in_backward) return;
   // A recomputation inside a backward is followed by its own backward.
   const bool alone = depth_ == 0 && !inside_backward();
+  if (alone && failed && c10::GradMode::is_enabled() && !computing()) recover();
   if (alone) {
     show(unit, View::shard);
   } else if (!options_.persistent) {
@@ -399,6 +393,7 @@ void Runtime::open(const std::vector<int>& units) {
     }
     if (!forward) continue;
     unit.borrowed = true;
+    need(index);
     scheduler_->demand(index);
     show(index, View::window);
     hold_accumulators(index);
@@ -434,7 +429,8 @@ void Runtime::close_unit(int index, bool write) {
     return;
   }
   for (size_t f = 0; f < unit.flats.size(); ++f) {
-    unit.flats[f]->close_original(unit.originals[f], write);
+    waiting("broadcast of written parameters", index,
+            [&] { unit.flats[f]->close_original(unit.originals[f], write); });
   }
   if (write) scheduler_->invalidate(index);
   unit.originals.clear();
@@ -443,7 +439,7 @@ void Runtime::close_unit(int index, bool write) {
 at::Tensor Runtime::gather_original(int unit, int flat) {
   // What the last gradients were used for cannot be known here; a gather is safe.
   if (gradients(unit, flat).shown()) this->flat(unit, flat).invalidate();
-  return this->flat(unit, flat).gather_original();
+  return gather_full(unit, [&] { return this->flat(unit, flat).gather_original(); });
 }
 
 std::vector<at::Tensor> Runtime::full_tensors(int unit, int flat) {
@@ -468,7 +464,7 @@ std::vector<at::Tensor> Runtime::gather_tensors(int unit, int flat, const at::Te
                     part.sizes());
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
-  return source.clones(source.gather(part));
+  return source.clones(gather_full(unit, [&] { return source.gather(part); }));
 }
 
 bool Runtime::computing() const {
@@ -494,9 +490,13 @@ void Runtime::settle() {
 void Runtime::before_write() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   settle();
-  for (const auto& unit : units_) {
-    for (const auto& flat : unit->flats) flat->drain();
+  note("wait", "drain", -1, 0);
+  for (int unit = 0; unit < units(); ++unit) {
+    for (const auto& flat : units_[unit]->flats) {
+      waiting("all-gather", unit, [&] { flat->drain(); });
+    }
   }
+  note("done", "drain", -1, 0);
 }
 
 void Runtime::before_step() {

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
 
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -11,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/fault.h"
 #include "runtime/flat.h"
 #include "runtime/gradients.h"
 #include "runtime/hooks.h"
@@ -21,6 +23,9 @@ namespace zerocore {
 
 struct RuntimeOptions {
   GroupNames groups;
+  std::shared_ptr<Control> control;  // agreements on the host over all ranks
+  std::shared_ptr<Log> log;
+  std::shared_ptr<Fault> fault;
   c10::Device device = c10::kCPU;
   bool persistent = false;            // full parameters resident (stages 0 to 2)
   bool reshard_after_forward = true;  // else the windows of a forward stay for its backward
@@ -188,6 +193,17 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   void reduce_rest(const Agreement& agreement);
   [[noreturn]] void report_divergence();
   [[noreturn]] void collective_failed(const char* what, int unit, const std::exception& error);
+  // Does what waits for other ranks; if that fails, the error says where the ranks part.
+  template <class Wait>
+  void waiting(const char* what, int unit, const Wait& wait);
+  // The same, for an agreement on the host, which is logged as one.
+  template <class Wait>
+  void agreeing(const char* what, const Wait& wait);
+  at::Tensor gather_full(int unit, const std::function<at::Tensor()>& gather);
+  const char* dtype(int unit, const char* kind) const;
+  void need(int unit);
+  void note_exception(int unit);
+  void recover();
   void adopt_observed_order();
   void backward_is_gone(int64_t number);
   void drop_gradients();
@@ -201,7 +217,8 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   std::shared_ptr<DevicePool> buffers_;
   std::shared_ptr<Transport> transport_;
   std::shared_ptr<DevicePool> windows_;
-  std::unique_ptr<Control> control_;
+  const std::shared_ptr<Control> control_;
+  const std::shared_ptr<Fault> fault_;
   std::vector<std::unique_ptr<Unit>> units_;
   std::unique_ptr<Scheduler> scheduler_;
   std::unique_ptr<ReduceOrder> reductions_;
@@ -213,7 +230,8 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   std::weak_ptr<Runtime> outer_;
   int next_channel_ = 0;
   int64_t next_call_ = 0;
-  int depth_ = 0;  // of nested forwards of the root
+  bool raised_ = false;  // an exception of this pass is in the log
+  int depth_ = 0;        // of nested forwards of the root
   Sync sync_ = Sync::all;
   bool in_backward_ = false;
   // Alive as long as the engine's task of the backward under way: one that failed is gone.
@@ -229,5 +247,25 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   bool order_agreed_ = false;
   const char* phase_ = "idle";
 };
+
+template <class Wait>
+void Runtime::waiting(const char* what, int unit, const Wait& wait) {
+  fault_->check();
+  try {
+    wait();
+  } catch (const Diverged&) {
+    throw;
+  } catch (const std::exception& error) {
+    collective_failed(what, unit, error);
+  }
+}
+
+template <class Wait>
+void Runtime::agreeing(const char* what, const Wait& wait) {
+  if (control_->ranks() == 1) return;
+  note("enter", what, -1, 0);
+  waiting(what, -1, wait);
+  note("leave", what, -1, 0);
+}
 
 }  // namespace zerocore

@@ -42,6 +42,10 @@ class Transport {
  public:
   virtual ~Transport() = default;
 
+  // Where messages have numbers, they are matched with those of the same generation only: after an
+  // exception, one that some rank had sent ahead is not taken for a later one.
+  virtual void set_generation(int64_t) {}
+
   // Gathers or reductions in between, not both, may go out together, with the end at the latest.
   virtual void begin_launch() {}
   virtual void end_launch() {}
@@ -94,7 +98,6 @@ struct GroupNames {
   // The same ranks, for reductions: their order among the gathers may differ from rank to rank.
   std::string reduce_shard;
   std::string reduce_replicate;
-  std::string control;
   int shard_channel = 0;
   int replicate_channel = 0;
 };
@@ -114,22 +117,27 @@ std::unique_ptr<Transport> make_native_transport(const GroupNames& groups,
                                                  std::shared_ptr<DevicePool> buffers,
                                                  std::shared_ptr<Log> log);
 
-// Small agreements on the host. Nothing happens in a group of one rank.
+// What the host agrees about. Each topic has messages of its own: if ranks differ in what they do
+// next, they wait for each other, and nobody gets an answer to another question (nor one of another
+// size, with which gloo ends the process).
+enum class Topic { backward, order, steps, sizes, values, sum, maximum, count };
+
+// Small agreements on the host, over gloo. Nothing happens in a group of one rank.
 class Control {
  public:
-  Control(const std::string& group, std::shared_ptr<Log> log);
+  // number: of the user of the group; those with other numbers are not disturbed.
+  Control(const std::string& group, int number);
   ~Control();
 
   int ranks() const { return ranks_; }
   // Element-wise maximum over the ranks, in place. bytes: 1-D uint8 on the CPU.
-  void max(const at::Tensor& bytes);
-  // The same number of values of every rank, in rank order. values: 1-D int64.
-  std::vector<at::Tensor> gather(const at::Tensor& values);
+  void max(Topic topic, const at::Tensor& bytes);
+  // The values of every rank, in rank order, which are of one size. values: 1-D, on the CPU.
+  std::vector<at::Tensor> gather(Topic topic, const at::Tensor& values);
 
  private:
   struct Group;
   std::unique_ptr<Group> group_;
-  std::shared_ptr<Log> log_;
   int ranks_ = 1;
 };
 

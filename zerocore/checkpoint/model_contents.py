@@ -117,6 +117,7 @@ class ModelContents:
             module.set_extra_state(objects[f"{path}.{_EXTRA_STATE}" if path else _EXTRA_STATE])
         for sharded in self._models:
             shards_loaded(sharded)
+            sharded.unloaded = None  # checkpoints without one of its tensors were refused
 
 
 def bring_to_rest(models: list[Sharded], caller: str) -> None:

@@ -33,6 +33,7 @@ class Together:
         self.caller = caller
         models = list(models)
         self._groups = process_groups.checkpoint_groups(
+            caller,
             [sharded.groups for sharded in models],
             _tensor_parallel_ranks(models),
         )
@@ -78,7 +79,7 @@ class Together:
     def to_first(self, value: Any) -> list[Any]:
         """Every rank's value, by index, on the first rank; nothing on others. A collective."""
         try:
-            return process_groups.gather_to_first(value, self._groups)
+            return process_groups.gather_to_first(self.caller, value, self._groups)
         except RuntimeError as caught:
             raise self._lost(caught) from caught
 

@@ -1,0 +1,64 @@
+#include "failure_bindings.h"
+
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <string>
+
+#include "runtime/fault.h"
+#include "runtime/log.h"
+#include "runtime/transport.h"
+
+namespace py = pybind11;
+
+namespace zerocore {
+namespace {
+
+// (sequence, event, kind, unit index, elements, dtype, phase, time, forward, recoveries, position)
+py::list records(const Log& log, int64_t from) {
+  py::list result;
+  for (const Record& record : log.records(from)) {
+    result.append(py::make_tuple(record.sequence, record.event, record.kind, record.unit,
+                                 record.elements, record.dtype, record.phase, record.time,
+                                 record.forward, record.recoveries, record.position));
+  }
+  return result;
+}
+
+}  // namespace
+
+void bind_failures(py::module_& m) {
+  py::class_<Log, std::shared_ptr<Log>>(m, "Log")
+      .def(py::init([] { return std::make_shared<Log>(); }))
+      .def("add",
+           [](Log& self, const std::string& event, const std::string& kind,
+              const std::string& phase) {
+             self.add({interned(event), interned(kind), interned(phase), -1, 0});
+           })
+      .def("records", &records, py::arg("start") = 0)
+      .def_property_readonly("recoveries", &Log::recoveries)
+      .def_property_readonly("next", &Log::next)
+      .def_property_readonly("now", &Log::now);
+  py::class_<Fault, std::shared_ptr<Fault>>(m, "Fault")
+      .def(py::init<Fault::Explain>())
+      .def("set", &Fault::set)
+      .def("check", torch::wrap_pybind_function_no_gil([](const Fault& self) { self.check(); }))
+      .def_property_readonly("broken", &Fault::broken)
+      .def_property_readonly("text", &Fault::text);
+  py::enum_<Topic>(m, "Topic")
+      .value("sizes", Topic::sizes)
+      .value("values", Topic::values)
+      .value("sum", Topic::sum)
+      .value("maximum", Topic::maximum);
+  py::class_<Control, std::shared_ptr<Control>>(m, "Control")
+      .def(py::init<const std::string&, int>(), py::arg("group"), py::arg("number"))
+      .def("gather", torch::wrap_pybind_function_no_gil(
+                         [](Control& self, Topic topic, const at::Tensor& values) {
+                           return self.gather(topic, values);
+                         }));
+}
+
+}  // namespace zerocore
