@@ -246,9 +246,12 @@ _made = _Made()
 def _new_watch(world: object) -> Watch:
     """The watch over the default group."""
     store, rank = c10d._get_default_store(), dist.get_rank()
-    # Worlds may follow each other on one store.
-    number = store.add(f"zerocore/worlds/{rank}", 1)
-    connections = [dist.PrefixStore(f"zerocore/{number}", store.clone()) for _ in range(2)]
+    # Worlds may follow each other on one store; torchrun may keep one over restarts, whatever
+    # state the ranks were in.
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    number = store.add(f"zerocore/{start}/worlds/{rank}", 1)
+    prefix = f"zerocore/{start}/{number}"
+    connections = [dist.PrefixStore(prefix, store.clone()) for _ in range(2)]
     folder = os.environ.get("ZEROCORE_LOG_DIR")
     log_file = LogFile(folder, rank, dist.get_world_size()) if folder else None
     return Watch(*connections, rank, lambda: dist.group.WORLD is world, _store_host(), log_file)
