@@ -140,7 +140,7 @@ def count(kind):
 @pytest.mark.parametrize("kind", ["zerocore", "zerocore, clipping", "fused"])
 def test_one_reduction_decides(ranks, kind):
     for names in ranks(2, count, kind):
-        assert names == ["gloo:all_reduce"]
+        assert sorted(names) == ["gloo:recv", "gloo:send"]
 
 
 def refusals():

@@ -326,6 +326,8 @@ def _doing(state: RankState, past: bool = False) -> str:
     if step.event == "raise" or (model.raised and model.raised[-1].forward == step.forward):
         return f"had {model.exception(step.recoveries)} ({ago} ago)"
     where = _place(step.phase, None, step.forward)
+    if step.kind == "drain":
+        where = f"the step after forward {step.forward}"
     if step.event in ("done", "leave") and step.kind in ("agreement", "reduce", "order"):
         where = f"the backward of forward {step.forward}"
     did = "had done nothing" if past else "has done nothing"

@@ -31,7 +31,7 @@ class Circle:
         ranks: the global ranks, sorted.
         timeout: seconds after which a rank that waits is told why.
         fault: what has ended their communication, if anything.
-        journals: of the models that are alive, by key.
+        journals: of the models that are alive, and the newest ones, by key.
         failure: what failed on this rank first.
         decided: is set when `verdict` is there.
     """
@@ -49,6 +49,7 @@ class Circle:
         self.fault = _C.Fault(explained)
         self.explain = explained
         self.journals: weakref.WeakValueDictionary[str, Journal] = weakref.WeakValueDictionary()
+        self.newest: deque[Journal] = deque(maxlen=2)  # a script may let go of its model and end
         self.count = 0
         self.failure: str | None = None
         self.decided = threading.Event()
@@ -58,6 +59,7 @@ class Circle:
         """That of the next model; its number is the same on all ranks."""
         journal = Journal(self, self.count)
         self.journals[journal.key] = journal
+        self.newest.append(journal)
         self.count += 1
         return journal
 

@@ -26,8 +26,30 @@ void test_the_ring_holds_the_newest() {
   log.reset();
   CHECK(log.records().empty());
   log.add({"done", "reduce", "backward", 3, 5, -1});
-  CHECK_EQ(log.records().at(0).sequence, 0);
+  CHECK_EQ(log.records().size(), 1u);
+  CHECK_EQ(log.records().at(0).sequence, 37);
   CHECK_EQ(std::string(log.records().at(0).kind), "reduce");
+}
+
+void test_positions_count_what_ranks_share() {
+  Log log(4);
+  log.begin_forward();
+  log.add({"need", "window", "forward", 0, 8});
+  log.add({"launch", "all_gather", "forward", 0, 8});
+  log.add({"enter", "agreement", "backward", -1, 0});
+  std::vector<Record> records = log.records();
+  CHECK_EQ(records[0].position, 0);
+  CHECK_EQ(records[1].position, -1);
+  CHECK_EQ(records[2].position, 1);
+  log.recover();
+  log.begin_forward();
+  log.add({"need", "window", "forward", 0, 8});
+  records = log.records(3);
+  CHECK_EQ(records.size(), 1u);
+  CHECK_EQ(records[0].position, 0);
+  CHECK_EQ(records[0].recoveries, 1);
+  CHECK_EQ(records[0].forward, 2);
+  CHECK_EQ(log.next(), 4);
 }
 
 void test_traffic_is_added_up() {
@@ -77,6 +99,7 @@ void test_threads() {
 
 int main() {
   zerocore::test::test_the_ring_holds_the_newest();
+  zerocore::test::test_positions_count_what_ranks_share();
   zerocore::test::test_traffic_is_added_up();
   zerocore::test::test_threads();
 }
