@@ -18,6 +18,7 @@ from drills import TIMEOUT
 from ranks import Pool
 
 SLACK_SECONDS = 6.0  # of a loaded machine
+START_SECONDS = 240.0  # what it may take to start several processes on one
 HERE = pathlib.Path(__file__).parent
 
 # (drill, argument): what the verdict says; ranks that live on.
@@ -79,7 +80,8 @@ def endings(tmp_path_factory):
 
     def work(pool):
         done = {}
-        pool.run(sharded.train, drills.JOB, "zerocore", 3, 1)  # what is imported late is there now
+        # What is imported late is there afterwards.
+        pool.run(sharded.train, drills.JOB, "zerocore", 3, 1, seconds=START_SECONDS)
         while todo:
             name, argument = todo.pop()
             log_dir = str(folder / f"{name}-{argument}") if (name, argument) in LOGGED else ""
@@ -117,7 +119,9 @@ def test_logs_alone_say_it_too(endings, name, argument):
 
 def diagnose(folder):
     command = [sys.executable, "-m", "zerocore", "diagnose", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=HERE.parent)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=START_SECONDS, cwd=HERE.parent
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -192,7 +196,7 @@ def deaths(tmp_path_factory):
         name, stage = key
         size, tcp, _, others = DEATHS[key]
         processes = launch(name, stage, folder / f"{name}-{stage}", size, tcp)
-        deadline = time.monotonic() + 60 + TIMEOUT
+        deadline = time.monotonic() + START_SECONDS
         errors = {}
         try:
             for rank, process in enumerate(processes):
@@ -241,7 +245,7 @@ def test_under_torchrun(tmp_path):
     command = [*torchrun, str(HERE / "drills.py"), "raises_and_dies", "3", str(tmp_path)]
     paths = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": paths, "ZEROCORE_LOG_DIR": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, env=env)
     assert done.returncode != 0
     assert "BadBatchError: label out of range" in done.stderr
     # The launcher kills what is left when one has died: the logs stay.
