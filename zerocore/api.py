@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from zerocore import _C, norm, registry, scaler, stepping, tensor_parallel
 from zerocore import groups as process_groups
+from zerocore.agreement import agree
 from zerocore.backend import Backend, choose
 from zerocore.deferred import place_of, refuse_inside_build
 from zerocore.initialise import Init, Initialiser
@@ -143,7 +144,7 @@ def shard(
         error = error or caught
     facts = _facts(model, place, options, plans, init) + tensor_parallel.facts(parts)
     try:
-        process_groups.agree(host, journal, error, facts)
+        agree(host, journal, error, facts)
     except BaseException:
         tensor_parallel.restore(parts)
         raise

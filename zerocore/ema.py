@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from zerocore import groups as process_groups
 from zerocore import registry
+from zerocore.collectives import exchange
 from zerocore.runtime import Sharded
 
 
@@ -235,7 +235,7 @@ class EMA:
         except Exception as caught:  # whatever it is, the other ranks must hear of it
             error = caught
         groups = [sharded.groups for sharded in self._sharded]
-        process_groups.exchange(caller, groups, error, [None] * len(groups))
+        exchange(caller, groups, error, [None] * len(groups))
         if sharded_ones:
             for names, _, own in self.own_elements():
                 own.copy_(state_dict[names[0]])

@@ -1,15 +1,12 @@
-"""Which ranks share what, and how they agree. The only file that calls torch.distributed."""
+"""Which ranks share what: the process groups of models, and the watch over them."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import math
 import os
-import pickle
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,6 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerocore import _C
+from zerocore.agreement import gather_objects
 from zerocore.journal import Journal, grace_of
 from zerocore.logfile import LogFile
 from zerocore.watch import Watch
@@ -227,7 +225,7 @@ class _Made:
     ) -> tuple[int, Claim]:
         """The lowest number that no model over these ranks has, on none of them; a collective."""
         claims = self.claims.setdefault(tuple(sorted(ranks)), weakref.WeakValueDictionary())
-        taken = _gather_objects("zerocore.shard", host, journal, sorted(claims))
+        taken = gather_objects("zerocore.shard", host, journal, sorted(claims))
         number = min(set(range(sum(map(len, taken)) + 1)).difference(*taken))
         claim = claims[number] = Claim()
         return number, claim
@@ -333,195 +331,6 @@ def reserve_channels(ranks: Ranks, count: int) -> tuple[int, int]:
     return _made.reserve(ranks.shard, count), _made.reserve(ranks.replicate, count)
 
 
-def _gather_objects(caller: str, host: _C.Control, journal: Journal, value: Any) -> list[Any]:
-    """What every rank has, in the order of ranks.
-
-    Raises:
-        ValueError: if another rank has called something else.
-        torch.distributed.DistBackendError: if it fails.
-    """
-    data = torch.frombuffer(bytearray(pickle.dumps((caller, value))), dtype=torch.uint8)
-    with journal.collective(caller):
-        size = torch.tensor([data.numel()])
-        sizes = [int(size) for size in host.gather(_C.Topic.sizes, size)]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: data.numel()] = data
-        parts = host.gather(_C.Topic.values, padded)
-    everyone = [
-        pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)
-    ]
-    ranks = journal.circle.ranks
-    for rank, (other, _) in zip(ranks, everyone, strict=True):
-        if other != caller:
-            raise ValueError(
-                f"zerocore: expected all ranks to call the same functions in the same order, got a "
-                f"difference: rank {dist.get_rank()} called {caller}, rank {rank} {other}"
-            )
-    return [value for _, value in everyone]
-
-
-def agree(
-    host: _C.Control,
-    journal: Journal,
-    error: Exception | None,
-    facts: list[tuple[str, Any]],
-) -> None:
-    """Raises on every rank if one has an error, or if the facts of two ranks differ.
-
-    Args:
-        error: what is wrong on this rank, if anything.
-        facts: (what, value) pairs that have to be equal everywhere; values are compared by `repr`.
-
-    Raises:
-        Exception: this rank's `error`.
-        ValueError: for another rank's error, and for facts that differ: it names the first one.
-    """
-    mine = (repr(error) if error is not None else None, [(k, repr(v)) for k, v in facts])
-    everyone = _gather_objects("zerocore.shard", host, journal, mine)
-    if error is not None:
-        raise error
-    order = journal.circle.ranks
-    for rank, (theirs, _) in zip(order, everyone, strict=True):
-        if theirs is not None:
-            raise ValueError(f"zerocore.shard failed on rank {rank}: {theirs}")
-    reference = everyone[0][1]
-    for rank, (_, values) in zip(order, everyone, strict=True):
-        for i in range(max(len(reference), len(values))):
-            expected = reference[i] if i < len(reference) else ("nothing", "")
-            got = values[i] if i < len(values) else ("nothing", "")
-            if expected != got:
-                raise ValueError(
-                    "zerocore.shard: expected the same call on every rank, got a difference: "
-                    f"rank {order[0]} has {expected[0]} {expected[1]}, rank {rank} has "
-                    f"{got[0]} {got[1]}"
-                )
-
-
-def exchange(
-    caller: str, groups: list[Groups], error: Exception | None, values: list[Any]
-) -> list[list[tuple[int, Any]]]:
-    """(rank, value) of every rank of each of several models. A collective over all of them.
-
-    Args:
-        caller: what the user called, for the error.
-        groups: the models', one for each of `values`.
-        error: what is wrong on this rank, if anything.
-
-    Raises:
-        Exception: this rank's `error`.
-        ValueError: for another rank's.
-    """
-    mine = repr(error) if error is not None else None
-    answers = []
-    for some, value in zip(groups, values, strict=True):
-        everyone = _gather_objects(caller, some.host, some.journal, (mine, value))
-        answers.append(list(zip(some.journal.circle.ranks, everyone, strict=True)))
-    if error is not None:
-        raise error
-    for everyone in answers:
-        for rank, (theirs, _) in everyone:
-            if theirs is not None:
-                raise ValueError(f"{caller} failed on rank {rank}: {theirs}")
-    return [[(rank, value) for rank, (_, value) in everyone] for everyone in answers]
-
-
-def broadcast_from_first(tensors: list[torch.Tensor], groups: Groups) -> None:
-    """Rank 0's values, in place and byte for byte."""
-    if groups.control is None:
-        return
-    with groups.journal.collective("zerocore.shard"):
-        for tensor in tensors:
-            if tensor.numel() == 0:
-                continue
-            buffer = tensor.detach().cpu().contiguous()
-            flat = buffer.reshape(-1).view(torch.uint8)
-            dist.broadcast(flat, src=groups.ranks.all[0], group=groups.control)
-            if buffer.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(buffer)
-
-
-def reduce_over_all(
-    caller: str, value: torch.Tensor, groups: Groups, maximum: bool = False
-) -> torch.Tensor:
-    """The sum (or maximum) over all ranks of the model.
-
-    Args:
-        caller: what the user called, for the error.
-        value: a 0-dim floating tensor. NaN and inf of any rank reach all.
-    """
-    with groups.journal.collective(caller):
-        if groups.backend != "gloo":
-            return reduce_over(value, (groups.shard, groups.replicate), maximum)
-        topic = _C.Topic.maximum if maximum else _C.Topic.sum
-        values = torch.cat(groups.host.gather(topic, value.detach().double().reshape(1)))
-        return (values.amax() if maximum else values.sum()).to(value.dtype)
-
-
-@contextlib.contextmanager
-def long_work(caller: str, groups: Groups, seconds: float = 3600.0) -> Iterator[None]:
-    """Work on the host that may take some ranks longer than the model's timeout.
-
-    A collective: a rank that is done waits here for the others, up to `seconds`; one that dies is
-    noticed at once. Afterwards all are in step.
-
-    Args:
-        caller: what the user called, for the error.
-
-    Raises:
-        ValueError: for an exception of another rank in the block.
-    """
-    with groups.journal.collective(caller):
-        group = _made.group("long work", groups.ranks.all, timedelta(seconds=seconds))
-    host = _C.Control(group.group_name if group else "", groups.journal.number)
-    error = None
-    try:
-        yield
-    except Exception as caught:
-        error = caught
-    mine = repr(error) if error is not None else None
-    everyone = _gather_objects(caller, host, groups.journal, mine)
-    if error is not None:
-        raise error
-    for rank, theirs in zip(groups.journal.circle.ranks, everyone, strict=True):
-        if theirs is not None:
-            raise ValueError(f"{caller} failed on rank {rank}: {theirs}")
-
-
-def reduce_over(
-    value: torch.Tensor, groups: Iterable[dist.ProcessGroup | None], maximum: bool = False
-) -> torch.Tensor:
-    """The sum (or maximum) over process groups, one after the other; None is a group of one.
-
-    Args:
-        value: a floating tensor of any shape. NaN and inf of any rank reach all.
-    """
-    for group in groups:
-        if group is None:
-            continue
-        if maximum:
-            # gloo's maximum forgets the NaN of any rank but the first: it travels as a flag.
-            finite = value.nan_to_num(0.0, math.inf, -math.inf)
-            pair = torch.stack([finite, value.isnan().to(value)])
-            pair = _all_reduce(pair, dist.ReduceOp.MAX, group)
-            value = torch.where(pair[1] > 0, math.nan, pair[0])
-        else:
-            value = _all_reduce(value, dist.ReduceOp.SUM, group)
-    return value
-
-
-def _all_reduce(value: torch.Tensor, op: dist.ReduceOp, group: dist.ProcessGroup) -> torch.Tensor:
-    """HCCL reduces no fp64: there it travels in fp32, as what fp32 holds and what it leaves."""
-    if value.dtype != torch.float64 or value.device.type != "npu":
-        value = value.clone()
-        dist.all_reduce(value, op=op, group=group)
-        return value
-    high = value.float()
-    rest = (value - high).nan_to_num(0.0, 0.0, 0.0).float()
-    parts = torch.stack([high, rest]) if op == dist.ReduceOp.SUM else high.clone()
-    dist.all_reduce(parts, op=op, group=group)
-    return parts.double().sum(0) if op == dist.ReduceOp.SUM else parts.double()
-
-
 def widest(models: Iterable[Groups]) -> Groups:
     """The groups of the model whose ranks contain those of all the others.
 
@@ -564,7 +373,7 @@ def checkpoint_groups(caller: str, models: list[Groups], others: list[int]) -> G
                 f"checkpoints, got a submodule on the ranks {groups.ranks.all} of "
                 f"{outer.ranks.all}; shard it over all of them, or save it by itself"
             )
-    everyone = _gather_objects(caller, outer.host, outer.journal, others)
+    everyone = gather_objects(caller, outer.host, outer.journal, others)
     every = tuple(sorted(set(outer.ranks.all).union(*everyone)))
     ranks = Ranks(every, every, ())
     # A journal of its own: what is saved in the background has no place in the model's order.
@@ -573,20 +382,6 @@ def checkpoint_groups(caller: str, models: list[Groups], others: list[int]) -> G
         control = _made.group("checkpoint", every, _wait_timeout(journal))
     host = _C.Control(control.group_name if control else "", journal.number)
     return Groups(ranks, None, None, None, None, control, host, journal, "gloo", None)
-
-
-def gather_to_first(caller: str, value: Any, groups: Groups) -> list[Any]:
-    """The values of all ranks, in their order, on the first one; nothing on others. A collective.
-
-    Over the control group.
-    """
-    if groups.control is None:
-        return [value]
-    first = min(groups.ranks.all)
-    found = [None] * len(groups.ranks.all) if dist.get_rank() == first else None
-    with groups.journal.collective(caller):
-        dist.gather_object(value, found, dst=first, group=groups.control)
-    return found or []
 
 
 def discard(groups: Groups) -> None:

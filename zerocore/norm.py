@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad as torchs
 
-from zerocore import groups, ops, registry
+from zerocore import collectives, groups, ops, registry
 from zerocore.runtime import Sharded
 from zerocore.tensor_parallel import TensorParallel
 
@@ -97,10 +97,10 @@ def grad_norm(
         sums[kind] = sums[kind] + value / (holders * (how.copies if how else 1))
     total = sums.pop(())
     for kind, value in sums.items():
-        value = groups.reduce_over(value, kind, maximum)
+        value = collectives.reduce_over(value, kind, maximum)
         total = torch.maximum(total, value) if maximum else total + value
     if widest is not None:
-        total = groups.reduce_over_all(caller, total, widest, maximum)
+        total = collectives.reduce_over_all(caller, total, widest, maximum)
     return total if maximum else total.pow(1.0 / norm_type)
 
 

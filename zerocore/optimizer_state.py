@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerocore import groups as process_groups
-from zerocore import registry
+from zerocore import collectives, registry
 from zerocore.optim import AdamW
 from zerocore.optimizer_places import (
     NO_OPTIONS,
@@ -64,7 +63,7 @@ def optimizer_state_dict(
     members = list(itertools.chain.from_iterable(places))
     held = {place.name: dict(optimizer.state.get(place.param, {})) for place in members}
     facts = [facts_of(members, held, sharded) for sharded in models]
-    answers = process_groups.exchange(caller, [s.groups for s in models], error, facts)
+    answers = collectives.exchange(caller, [s.groups for s in models], error, facts)
     keep = not rank0_only or models[0].groups.first
     by_name = {place.name: place for place in members}
     full: dict[tuple[str, str], torch.Tensor] = {}
@@ -164,7 +163,7 @@ def load_optimizer_state_dict(
         if key not in NO_OPTIONS
     ]
     facts = [chosen + facts_of(members, state, sharded, numbers=True) for sharded in models]
-    for everyone in process_groups.exchange(caller, [s.groups for s in models], error, facts):
+    for everyone in collectives.exchange(caller, [s.groups for s in models], error, facts):
         check_same(caller, everyone)
     for sharded in models:
         sharded.core.settle()  # parameters show their shards, in the dtype that state is cast to

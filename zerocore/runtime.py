@@ -14,7 +14,8 @@ from torch import nn
 
 from zerocore import _C, policy, registry
 from zerocore.buffers import Buffers
-from zerocore.groups import Groups, exchange, reserve_channels
+from zerocore.collectives import exchange
+from zerocore.groups import Groups, reserve_channels
 from zerocore.policy import Lifetimes, MixedPrecision
 from zerocore.strides import memory_strides
 from zerocore.tensor_parallel import TensorParallel

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from zerocore import groups
+from zerocore import collectives, groups
 from zerocore.backend import backend
 from zerocore.optim import AdamW
 from zerocore.stepping import models_of
@@ -92,10 +92,10 @@ class GradScaler(torch.amp.GradScaler):
         anywhere = torch.stack([value.to(found_inf.device) for value in found.values()]).max()
         for sharded in models:
             for ranks in sharded.tensor_parallel_groups:
-                anywhere = groups.reduce_over(anywhere, ranks, maximum=True)
+                anywhere = collectives.reduce_over(anywhere, ranks, maximum=True)
         widest = groups.widest(sharded.groups for sharded in models)
         return {
-            found_inf.device: groups.reduce_over_all(
+            found_inf.device: collectives.reduce_over_all(
                 "zerocore.GradScaler.unscale_", anywhere, widest, maximum=True
             )
         }

@@ -8,8 +8,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerocore import _C, registry
+from zerocore.collectives import broadcast_from_first, exchange
 from zerocore.deferred import forget, heap, is_blank, tape_of
-from zerocore.groups import Groups, broadcast_from_first, exchange
+from zerocore.groups import Groups
 from zerocore.initialise import Initialiser
 from zerocore.units import UnitPlan
 

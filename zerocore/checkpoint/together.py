@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from zerocore import collectives, registry
 from zerocore import groups as process_groups
-from zerocore import registry
 from zerocore.checkpoint.files import Progress
 from zerocore.runtime import Sharded
 
@@ -53,7 +53,7 @@ class Together:
             ValueError: for another rank's.
         """
         try:
-            [everyone] = process_groups.exchange(self.caller, [self._groups], error, [value])
+            [everyone] = collectives.exchange(self.caller, [self._groups], error, [value])
         except RuntimeError as caught:
             if caught is error:
                 raise
@@ -79,7 +79,7 @@ class Together:
     def to_first(self, value: Any) -> list[Any]:
         """Every rank's value, by index, on the first rank; nothing on others. A collective."""
         try:
-            return process_groups.gather_to_first(self.caller, value, self._groups)
+            return collectives.gather_to_first(self.caller, value, self._groups)
         except RuntimeError as caught:
             raise self._lost(caught) from caught
 

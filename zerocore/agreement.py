@@ -1,0 +1,76 @@
+"""What ranks tell each other on the host."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerocore import _C
+from zerocore.journal import Journal
+
+
+def gather_objects(caller: str, host: _C.Control, journal: Journal, value: Any) -> list[Any]:
+    """What every rank has, in the order of ranks.
+
+    Raises:
+        ValueError: if another rank has called something else.
+        torch.distributed.DistBackendError: if it fails.
+    """
+    data = torch.frombuffer(bytearray(pickle.dumps((caller, value))), dtype=torch.uint8)
+    with journal.collective(caller):
+        size = torch.tensor([data.numel()])
+        sizes = [int(size) for size in host.gather(_C.Topic.sizes, size)]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        parts = host.gather(_C.Topic.values, padded)
+    everyone = [
+        pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)
+    ]
+    ranks = journal.circle.ranks
+    for rank, (other, _) in zip(ranks, everyone, strict=True):
+        if other != caller:
+            raise ValueError(
+                f"zerocore: expected all ranks to call the same functions in the same order, got a "
+                f"difference: rank {dist.get_rank()} called {caller}, rank {rank} {other}"
+            )
+    return [value for _, value in everyone]
+
+
+def agree(
+    host: _C.Control,
+    journal: Journal,
+    error: Exception | None,
+    facts: list[tuple[str, Any]],
+) -> None:
+    """Raises on every rank if one has an error, or if the facts of two ranks differ.
+
+    Args:
+        error: what is wrong on this rank, if anything.
+        facts: (what, value) pairs that have to be equal everywhere; values are compared by `repr`.
+
+    Raises:
+        Exception: this rank's `error`.
+        ValueError: for another rank's error, and for facts that differ: it names the first one.
+    """
+    mine = (repr(error) if error is not None else None, [(k, repr(v)) for k, v in facts])
+    everyone = gather_objects("zerocore.shard", host, journal, mine)
+    if error is not None:
+        raise error
+    order = journal.circle.ranks
+    for rank, (theirs, _) in zip(order, everyone, strict=True):
+        if theirs is not None:
+            raise ValueError(f"zerocore.shard failed on rank {rank}: {theirs}")
+    reference = everyone[0][1]
+    for rank, (_, values) in zip(order, everyone, strict=True):
+        for i in range(max(len(reference), len(values))):
+            expected = reference[i] if i < len(reference) else ("nothing", "")
+            got = values[i] if i < len(values) else ("nothing", "")
+            if expected != got:
+                raise ValueError(
+                    "zerocore.shard: expected the same call on every rank, got a difference: "
+                    f"rank {order[0]} has {expected[0]} {expected[1]}, rank {rank} has "
+                    f"{got[0]} {got[1]}"
+                )
