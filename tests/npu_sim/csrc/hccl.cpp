@@ -21,6 +21,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <condition_variable>
 #include <map>
 #include <mutex>
 #include <set>
@@ -97,7 +98,11 @@ class HcclBackend final : public c10d::Backend {
         board_(*store, rank, size),
         helper_([this] { help_peers(); }) {}
   ~HcclBackend() override {
-    stop_ = true;
+    {
+      std::lock_guard lock(mutex_);
+      stop_ = true;
+    }
+    enqueued_some_.notify_all();
     helper_.join();
     for (auto& [key, stream] : streams_) drain(stream);  // its tasks use this object
     for (WorkPtr& send : sends_) send->wait();
@@ -265,14 +270,20 @@ class HcclBackend final : public c10d::Backend {
         if (own) record_stream(data.get(), stream);
       }
     }
-    marks_[kind].emplace(++enqueued_[kind], add_mark(stream));
+    ++enqueued_[kind];
+    if (can_be_wanted(kind)) {
+      marks_[kind].emplace(enqueued_[kind], add_mark(stream));
+      enqueued_some_.notify_all();
+    }
     return c10::make_intrusive<HcclWork>(getRank(), type, out, stream);
   }
 
+  // Of messages between two ranks, only a send.
+  bool can_be_wanted(int kind) const { return kind == own() || kind / getSize() != getRank(); }
+
   // The part of kind's operations that a peer waits for.
   uint64_t wanted(int kind) {
-    if (kind != own())
-      return kind / getSize() == getRank() ? 0 : board_[kind].load();  // only sends can be wanted
+    if (kind != own()) return board_[kind].load();
     uint64_t most = 0;
     for (int r = 0; r < getSize(); ++r) most = std::max(most, board_[r * getSize() + r].load());
     return most;
@@ -281,7 +292,13 @@ class HcclBackend final : public c10d::Backend {
   void help_peers() {
     uint64_t seen = 0;
     auto quiet_since = std::chrono::steady_clock::now();
-    while (!stop_) {
+    while (true) {
+      {
+        // A thread that looks about a thousand times a second costs more than the tests.
+        std::unique_lock lock(mutex_);
+        enqueued_some_.wait(lock, [this] { return stop_ || !marks_.empty(); });
+      }
+      if (stop_) return;
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
       if (activity() != seen) {
         seen = activity();
@@ -297,6 +314,7 @@ class HcclBackend final : public c10d::Backend {
             marks.erase(marks.begin());
           }
         }
+        std::erase_if(marks_, [](const auto& entry) { return entry.second.empty(); });
       }
       for (const MarkPtr& mark : demanded) demand(mark);
     }
@@ -309,6 +327,7 @@ class HcclBackend final : public c10d::Backend {
   std::map<int, uint64_t> enqueued_;
   std::map<int, std::map<uint64_t, MarkPtr>> marks_;
   std::vector<WorkPtr> sends_;
+  std::condition_variable enqueued_some_;
   std::atomic<bool> stop_{false};
   std::thread helper_;
 };
