@@ -132,7 +132,7 @@ def test_export_of_tensors_cut_along_any_dimension(tmp_path, ranks):
 def test_parts_of_any_size(tmp_path, monkeypatch, suffix, part_bytes):
     monkeypatch.setattr(entry, "PART_BYTES", part_bytes)
     monkeypatch.setattr("zerocore.convert.dcp_writer.CHUNK_BYTES", part_bytes)
-    monkeypatch.setattr("zerocore.convert.dcp_writer.FILE_BYTES", 50 * part_bytes)
+    monkeypatch.setattr("zerocore.checkpoint.files.FILE_BYTES", 50 * part_bytes)
     torch.save(tensors(), tmp_path / "in.pt")
     import_checkpoint(tmp_path / "in.pt", tmp_path / "saved")
     assert_same(load(tmp_path / "saved", {"model": tensors()}), {"model": tensors()})

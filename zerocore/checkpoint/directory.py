@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerocore.checkpoint.files import Sum
+from zerocore.checkpoint.files import Sum, sync_directory, write_durably
 from zerocore.checkpoint.format import METADATA
 
 MARKER = "zerocore.json"
@@ -111,16 +111,16 @@ class Temporary:
                     f"expected {expected.bytes} bytes in {self.path / name}, got {found}; is the "
                     "directory shared by all ranks?"
                 )
-        _write_durably(self.path / METADATA, metadata)
+        write_durably(self.path / METADATA, metadata)
         all_files = {METADATA: Sum(len(metadata), zlib.crc32(metadata)), **files}
         before = [marker.saved for _, marker in complete(self.final.parent)]
         saved = max([time.time_ns(), *(moment + 1 for moment in before)])
         marker = Marker(all_files, world, saved, about)
-        _write_durably(self.path / MARKER, marker.dump())
-        _sync_directory(self.path)
+        write_durably(self.path / MARKER, marker.dump())
+        sync_directory(self.path)
         require_free(self.final)
         self.path.rename(self.final)
-        _sync_directory(self.final.parent)
+        sync_directory(self.final.parent)
         self.close()
         return marker
 
@@ -235,18 +235,3 @@ def _directories(parent: Path) -> Iterator[Path]:
     except OSError:
         return
     yield from (path for path in entries if path.is_dir() and not path.is_symlink())
-
-
-def _write_durably(path: Path, contents: bytes) -> None:
-    with open(path, "xb") as file:
-        file.write(contents)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

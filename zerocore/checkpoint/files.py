@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zerocore.checkpoint.format import Catalog, Path, Read, Saved
+from zerocore.checkpoint.section import Section
 from zerocore.checkpoint.shards import Chunk, FlatShard
 
 FILE_BYTES = (
@@ -103,7 +104,7 @@ class _Syncer(threading.Thread):
         self._queue.put(file)
 
     def finish(self) -> None:
-        """Waits for all files.
+        """Waits for all files, as often as it is called.
 
         Raises:
             OSError: if one of them could not be written.
@@ -120,13 +121,18 @@ class Writer:
     Everything in a file is what torch.save gives, as torch.distributed.checkpoint has it. Tensors
     are written from where they are, without a copy (from another device: one chunk at a time).
 
+    At the end of a `with` block all of it is durable.
+
     Args:
         directory: which exists.
         prefix: of the files' names, another one on each rank.
 
     Attributes:
         saved: what was written, and where.
-        sums: of the files, once `close` was called.
+        sums: of the files, after the block.
+
+    Raises:
+        OSError: if something cannot be written, at the end of the block at the latest.
     """
 
     def __init__(self, directory: FilePath, prefix: str, progress: Progress) -> None:
@@ -142,37 +148,34 @@ class Writer:
     def put_shard(self, path: Path, shard: FlatShard) -> None:
         """Writes the boxes of a tensor."""
         for chunk in shard.chunks():
-            file, position, length = self._save(_alone(chunk.values))
-            self.saved.append(
-                Saved(
-                    path,
-                    file,
-                    position,
-                    length,
-                    tuple(shard.whole),
-                    shard.values.dtype,
-                    chunk.offsets,
-                    chunk.sizes,
-                )
-            )
+            self.put_box(path, chunk.values, tuple(shard.whole), chunk.offsets)
+
+    def put_box(
+        self, path: Path, values: torch.Tensor, whole: tuple[int, ...], offsets: tuple[int, ...]
+    ) -> None:
+        """Writes the box of a tensor of shape `whole` that begins at `offsets`."""
+        place = self._save(_alone(values))
+        self.saved.append(Saved(path, *place, whole, values.dtype, offsets, tuple(values.shape)))
 
     def put_object(self, path: Path, value: Any) -> None:
         """Writes anything that can be pickled."""
         self.saved.append(Saved(path, *self._save(value)))
 
-    def close(self) -> None:
-        """Waits until everything is durable.
+    def __enter__(self) -> Writer:
+        return self
 
-        Raises:
-            OSError: if it is not.
-        """
-        self._end_file()
-        self._syncer.finish()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        try:
+            if kind is None:
+                self._end_file()
+                self._syncer.finish()
+        finally:
+            self._abandon()
 
-    def abandon(self) -> None:
-        """Closes what is open, after an error."""
+    def _abandon(self) -> None:
+        """Closes what is still open."""
         if self._stream is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # its buffer may not fit on the disk
                 self._stream.file.close()
         with contextlib.suppress(OSError):
             self._syncer.finish()
@@ -209,6 +212,23 @@ def _alone(values: torch.Tensor) -> torch.Tensor:
     flat = values.as_strided((values.numel(),), (1,)).view(torch.uint8)
     own = torch.from_numpy(flat.numpy()).view(values.dtype)
     return own.as_strided(values.shape, values.stride())
+
+
+def write_durably(path: FilePath, contents: bytes) -> None:
+    """Writes a new file."""
+    with open(path, "xb") as file:
+        file.write(contents)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: FilePath) -> None:
+    """Makes the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def sum_file(path: FilePath, progress: Progress) -> Sum:
@@ -248,7 +268,7 @@ def read_shards(catalog: Catalog, shards: Mapping[str, FlatShard], progress: Pro
                 stack.close()
                 name = place[0]
                 file = stack.enter_context(open(catalog.path / name, "rb", buffering=0))
-            saved = torch.load(_Part(file, *place[1:]), map_location="cpu", weights_only=True)
+            saved = torch.load(Section(file, *place[1:]), map_location="cpu", weights_only=True)
             for read, chunk in reads[place]:
                 source = _narrow(saved, read.source, read.sizes)
                 _narrow(chunk.values, read.target, read.sizes).copy_(source)
@@ -258,38 +278,3 @@ def read_shards(catalog: Catalog, shards: Mapping[str, FlatShard], progress: Pro
 
 def _narrow(tensor: torch.Tensor, offsets: Iterable[int], sizes: Iterable[int]) -> torch.Tensor:
     return tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
-
-
-class _Part(io.RawIOBase):
-    """A range of a file as a file of its own."""
-
-    def __init__(self, file: io.RawIOBase, start: int, length: int) -> None:
-        super().__init__()
-        self._file, self._start, self._length = file, start, length
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
-        self._file.seek(self._start + self._at)
-        done = 0
-        while done < len(view):  # the system reads no more than 2 GiB at once
-            count = self._file.readinto(view[done:])
-            if count == 0:
-                break
-            done += count
-        self._at += done
-        return done

@@ -86,6 +86,36 @@ def make_metadata(saved: Iterable[Saved], aliases: Mapping[Path, Path]) -> bytes
     return pickle.dumps(metadata)
 
 
+class _Unpickler(pickle.Unpickler):
+    """Makes the values that metadata consists of, and nothing else: pickles can run any code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name) if "." not in name else None
+        own_class = isinstance(found, type) and found.__module__ == module
+        if own_class and module.startswith(("torch.distributed.checkpoint.", "pathlib")):
+            return found
+        if module == "torch" and (found is torch.Size or isinstance(found, torch.dtype)):
+            return found
+        if (module, name) in (
+            ("torch.serialization", "_get_layout"),
+            ("collections", "OrderedDict"),
+        ):
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name}, which no such metadata has")
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
+
+
+class Place(NamedTuple):
+    """Where something is stored: as it is, unless there are `transforms` of it."""
+
+    file: str
+    position: int
+    length: int
+    transforms: tuple[str, ...]
+
+
 class SavedTensor(NamedTuple):
     """A tensor of a checkpoint."""
 
@@ -116,10 +146,12 @@ class Catalog:
 
     Args:
         path: the directory.
-        contents: of its file METADATA, a pickle: of a checkpoint that is trusted.
+        contents: of its file METADATA.
 
     Attributes:
         tensors: by key.
+        paths: of each key, the names in the nested dicts that were saved. They are in the metadata;
+            where they are not, a key is one name.
 
     Raises:
         ValueError: if that is no metadata of torch.distributed.checkpoint.
@@ -128,57 +160,72 @@ class Catalog:
     def __init__(self, path: FilePath, contents: bytes) -> None:
         self.path = path
         try:
-            metadata = pickle.loads(contents)
-        except Exception as error:
-            raise ValueError(f"expected metadata in {path / METADATA}, got {error!r}") from error
-        if not isinstance(metadata, Metadata) or metadata.storage_data is None:
-            raise ValueError(f"expected metadata in {path / METADATA}, got {type(metadata)}")
-        self._metadata = metadata
-        self.tensors = {
-            key: SavedTensor(what.size, what.properties.dtype)
-            for key, what in metadata.state_dict_metadata.items()
-            if isinstance(what, TensorStorageMetadata)
-        }
+            metadata: Metadata = _Unpickler(io.BytesIO(contents)).load()
+            items, nested = metadata.state_dict_metadata, metadata.planner_data or {}
+            self._storage: dict[MetadataIndex, _StorageInfo] = dict(metadata.storage_data)
+            self.tensors = {
+                key: SavedTensor(what.size, what.properties.dtype)
+                for key, what in items.items()
+                if isinstance(what, TensorStorageMetadata)
+            }
+            self.paths: dict[str, Path] = {key: tuple(nested.get(key, (key,))) for key in items}
+        except Exception as error:  # a damaged pickle can make it fail in any way
+            raise ValueError(
+                f"{path / METADATA}: expected the metadata of a checkpoint, got "
+                f"{type(error).__name__}: {str(error).partition(chr(10))[0]}; the file is damaged, "
+                "or of other software"
+            ) from error
+        self._items = items
 
     def keys(self) -> Iterator[str]:
         """Names of all tensors and objects."""
-        return iter(self._metadata.state_dict_metadata)
+        return iter(self._items)
 
     def __contains__(self, key: str) -> bool:
-        return key in self._metadata.state_dict_metadata
+        return key in self._items
 
     def files(self) -> dict[str, int]:
         """The least number of bytes that each file must have."""
         sizes: dict[str, int] = {}
-        for info in self._metadata.storage_data.values():
+        for info in self._storage.values():
             end = info.offset + info.length
             sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), end)
         return sizes
 
+    def boxes(self, key: str) -> list[Box]:
+        """The chunks of a tensor as (offsets, sizes)."""
+        return [(tuple(c.offsets), tuple(c.sizes)) for c in self._items[key].chunks]
+
+    def place(self, key: str, offsets: tuple[int, ...] | None = None) -> Place | None:
+        """Where the chunk of a tensor, or an object, is stored; None if that is not known."""
+        info = self._storage.get(
+            MetadataIndex(key, None if offsets is None else torch.Size(offsets))
+        )
+        if info is None:
+            return None
+        transforms = tuple(getattr(info, "transform_descriptors", None) or ())
+        return Place(info.relative_path, info.offset, info.length, transforms)
+
     def hole(self, key: str) -> str | None:
         """What is wrong with the chunks of a tensor; None if they are all of it, once."""
-        what = self._metadata.state_dict_metadata[key]
-        numel = math.prod(what.size)
+        size = tuple(self.tensors[key].size)
         held = 0
-        for chunk in what.chunks:
-            inside = all(
-                0 <= o and o + s <= n
-                for o, s, n in zip(chunk.offsets, chunk.sizes, what.size, strict=True)
+        for offsets, sizes in self.boxes(key):
+            inside = len(offsets) == len(sizes) == len(size) and all(
+                0 <= o and o + s <= n for o, s, n in zip(offsets, sizes, size, strict=True)
             )
-            if not inside or MetadataIndex(key, chunk.offsets) not in self._metadata.storage_data:
-                return f"a part {tuple(chunk.sizes)} at {tuple(chunk.offsets)} that is not stored"
-            held += math.prod(chunk.sizes)
-        return None if held == numel else f"{held} of its {numel} elements"
+            if not inside or self.place(key, offsets) is None:
+                return f"a part {list(sizes)} at {list(offsets)} that is not stored"
+            held += math.prod(sizes)
+        return None if held == math.prod(size) else f"{held} of its {math.prod(size)} elements"
 
-    def reads(
-        self, key: str, local: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]
-    ) -> Iterator[Read]:
+    def reads(self, key: str, local: Iterable[Box]) -> Iterator[Read]:
         """What has to be read for some chunks, (offsets, sizes), of a tensor."""
         wanted = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in local]
-        what = self._metadata.state_dict_metadata[key]
+        what = self._items[key]
         index = {chunk.offsets: i for i, chunk in enumerate(wanted)}
         for item in create_read_items_for_chunk_list(key, what, wanted):
-            info = self._metadata.storage_data[item.storage_index]
+            info = self._storage[item.storage_index]
             yield Read(
                 info.relative_path,
                 info.offset,
@@ -195,11 +242,11 @@ class Catalog:
         Raises:
             OSError, ValueError: if it cannot be read.
         """
-        what = self._metadata.state_dict_metadata[key]
-        is_tensor = isinstance(what, TensorStorageMetadata)
-        index = MetadataIndex(key, what.chunks[0].offsets if is_tensor else None)
-        info = self._metadata.storage_data[index]
-        with open(self.path / info.relative_path, "rb") as file:
-            file.seek(info.offset)
-            contents = io.BytesIO(file.read(info.length))
+        is_tensor = key in self.tensors
+        place = self.place(key, self.boxes(key)[0][0] if is_tensor else None)
+        if place is None:
+            raise ValueError(f"expected {key!r} in {self.path}, got no place where it is stored")
+        with open(self.path / place.file, "rb") as file:
+            file.seek(place.position)
+            contents = io.BytesIO(file.read(place.length))
         return torch.load(contents, map_location="cpu", weights_only=is_tensor)

@@ -41,7 +41,7 @@ def load(
     none in directories of others), and names, shapes, dtypes and param groups. On the same number
     of ranks random states are restored; on another one they are left alone, with a warning.
 
-    Metadata and values that are no tensors are pickles: load checkpoints that you trust only.
+    Values that are no tensors are pickles, which can run any code: load what you trust only.
 
     A collective over the model's ranks.
 

@@ -263,16 +263,11 @@ def _write(together: Together, final: FilePath, contents: Contents, keep: int | 
 
 def _write_part(directory: FilePath, index: int, contents: Contents, progress: Progress) -> Writer:
     directory.mkdir(exist_ok=True)  # if it is not there, the first rank will miss these files
-    writer = Writer(directory, f"__{index}_", progress)
-    try:
+    with Writer(directory, f"__{index}_", progress) as writer:
         for path, value in contents.objects.items():
             writer.put_object(path, value)
         for path, shard in contents.shards.items():
             writer.put_shard(path, shard)
-        writer.close()
-    except BaseException:
-        writer.abandon()
-        raise
     return writer
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import struct
 import sys
@@ -17,6 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import _utils
 
+from zerocore.checkpoint.section import Section
 from zerocore.convert.entry import Entry, Run, raw_bytes, read_runs, split
 from zerocore.convert.errors import summary
 
@@ -37,35 +37,6 @@ STORAGES = {
     torch.complex64: torch.ComplexFloatStorage,
     torch.complex128: torch.ComplexDoubleStorage,
 }
-
-
-class Section(io.RawIOBase):
-    """Bytes [begin, begin + length) of a file, as a file."""
-
-    def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
-        self._file, self._begin, self._length, self._at = file, begin, length, 0
-
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
-    def seekable(self) -> bool:
-        """It is."""
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Moves the place where the next read begins."""
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        self._at = max(0, start + offset)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        """Reads into `buffer`; how many bytes."""
-        target = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
-        self._file.seek(self._begin + self._at)
-        count = self._file.readinto(target)
-        self._at += count
-        return count
 
 
 class Archive:

@@ -3,51 +3,23 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
 
+from zerocore.checkpoint.format import METADATA, Catalog
 from zerocore.convert.archive import Archive
 from zerocore.convert.entry import Entry, read_runs
-from zerocore.convert.errors import summary
-
-METADATA = ".metadata"
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Makes the values that metadata consists of, and nothing else: pickles can run any code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name) if "." not in name else None
-        own_class = isinstance(found, type) and found.__module__ == module
-        if own_class and module.startswith(("torch.distributed.checkpoint.", "pathlib")):
-            return found
-        if module == "torch" and (found is torch.Size or isinstance(found, torch.dtype)):
-            return found
-        if (module, name) in (
-            ("torch.serialization", "_get_layout"),
-            ("collections", "OrderedDict"),
-        ):
-            return found
-        raise pickle.UnpicklingError(f"{module}.{name}, which no such metadata has")
 
 
 class Checkpoint:
     """A checkpoint directory.
 
     Attributes:
-        paths: of each key, the names in the nested dicts that were saved. They are in the metadata;
-            where they are not, a key is one name.
+        paths: of each key, the names in the nested dicts that were saved.
 
     Raises:
         ValueError: if the directory has no metadata.
@@ -55,7 +27,6 @@ class Checkpoint:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
         path = directory / METADATA
         if not path.is_file():
             raise ValueError(
@@ -63,23 +34,14 @@ class Checkpoint:
                 f"{'one' if directory.is_dir() else 'no directory'} without the file {METADATA}"
             )
         try:
-            with open(path, "rb") as file:
-                self._metadata: Metadata = _MetadataUnpickler(file).load()
-            items = self._metadata.state_dict_metadata
-            self._storage = self._metadata.storage_data
-            nested = self._metadata.planner_data or {}
-            self.paths: dict[str, tuple[str | int, ...]] = {
-                key: tuple(nested.get(key, (key,))) for key in items
-            }
-        except Exception as error:  # a damaged pickle can make it fail in any way
-            raise RuntimeError(
-                f"{path}: expected the metadata of a checkpoint, got {summary(error)}; "
-                "the file is damaged, or of other software"
-            ) from error
+            self._catalog = Catalog(directory, path.read_bytes())
+        except ValueError as error:
+            raise RuntimeError(str(error)) from error
+        self.paths = self._catalog.paths
 
     def is_tensor(self, key: str) -> bool:
         """Whether a tensor lies under this key; else a pickled value."""
-        return isinstance(self._metadata.state_dict_metadata[key], TensorStorageMetadata)
+        return key in self._catalog.tensors
 
     def value(self, key: str) -> Any:
         """The value under a key that holds no tensor.
@@ -87,10 +49,7 @@ class Checkpoint:
         Raises:
             RuntimeError: if it cannot be read without running code that the pickle names.
         """
-        item = self._metadata.state_dict_metadata[key]
-        if not isinstance(item, BytesStorageMetadata):
-            raise RuntimeError(f"{key}: expected a tensor or a value, got {type(item).__name__}")
-        return self._archive(MetadataIndex(key)).value
+        return self._archive(key).value
 
     def entry(self, key: str, name: str) -> Entry:
         """The tensor under a key, by another name.
@@ -98,42 +57,39 @@ class Checkpoint:
         Raises:
             RuntimeError: if the metadata does not tell where all of it is.
         """
-        item = self._metadata.state_dict_metadata[key]
-        shape, dtype = tuple(item.size), item.properties.dtype
-        boxes = [_Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in item.chunks]
-        boxes = [box for box in dict.fromkeys(boxes) if box.numel]
-        inside = all(box.fits(shape) for box in boxes)
-        if not inside or sum(box.numel for box in boxes) != math.prod(shape):
+        shape, dtype = tuple(self._catalog.tensors[key].size), self._catalog.tensors[key].dtype
+        if (hole := self._catalog.hole(key)) is not None:
             raise RuntimeError(
-                f"{self._directory}: expected chunks that make up {key} of shape {list(shape)}, "
-                f"got {[(list(box.offsets), list(box.sizes)) for box in boxes]}"
+                f"{self._catalog.path}: expected chunks that make up {key} of shape {list(shape)}, "
+                f"got {hole}"
             )
-        boxes.sort()
+        boxes = sorted(box for box in (_Box(*b) for b in self._catalog.boxes(key)) if box.numel)
         return Entry(name, shape, dtype, partial(self._parts, key, boxes, shape, dtype))
 
-    def _archive(self, index: MetadataIndex) -> Archive:
-        info = self._storage.get(index)
-        if info is None:
-            raise RuntimeError(f"{self._directory}: expected {index} in its metadata, got nothing")
-        if getattr(info, "transform_descriptors", None):
+    def _archive(self, key: str, offsets: tuple[int, ...] | None = None) -> Archive:
+        directory = self._catalog.path
+        place = self._catalog.place(key, offsets)
+        if place is None:
+            raise RuntimeError(f"{directory}: expected {key} in its metadata, got no place")
+        if place.transforms:
             raise RuntimeError(
-                f"{self._directory}: expected plain files, got {index.fqn} transformed by "
-                f"{list(info.transform_descriptors)}; save the checkpoint again without extensions"
+                f"{directory}: expected plain files, got {key} transformed by "
+                f"{list(place.transforms)}; save the checkpoint again without extensions"
             )
-        path = self._directory / info.relative_path
+        path = directory / place.file
         if not path.is_file():
-            raise RuntimeError(f"{path}: expected a file that holds {index.fqn}, got none")
-        return Archive(path, info.offset, info.length)
+            raise RuntimeError(f"{path}: expected a file that holds {key}, got none")
+        return Archive(path, place.position, place.length)
 
     def _chunk(self, key: str, box: _Box, dtype: torch.dtype) -> _Chunk:
-        archive = self._archive(MetadataIndex(key, box.offsets))
+        archive = self._archive(key, box.offsets)
         saved = archive.value
         if not isinstance(saved, torch.Tensor):
             raise RuntimeError(f"{key}: expected a tensor in its file, got {type(saved).__name__}")
         if (saved.dtype, tuple(saved.shape)) != (dtype, box.sizes):
             raise RuntimeError(
-                f"{self._directory}: expected {key} at {list(box.offsets)} with {list(box.sizes)} "
-                f"elements of {dtype}, got {list(saved.shape)} of {saved.dtype}"
+                f"{self._catalog.path}: expected {key} at {list(box.offsets)} with "
+                f"{list(box.sizes)} elements of {dtype}, got {list(saved.shape)} of {saved.dtype}"
             )
         return _Chunk(archive, saved)
 
@@ -174,12 +130,6 @@ class _Box(NamedTuple):
     def slices(self) -> tuple[slice, ...]:
         """The box as an index."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
-
-    def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether it lies in a tensor of this shape."""
-        return len(shape) == len(self.offsets) == len(self.sizes) and all(
-            0 <= s.start <= s.stop <= n for s, n in zip(self.slices, shape, strict=True)
-        )
 
     def flat_start(self, shape: tuple[int, ...]) -> int | None:
         """Index of its first element in row-major order; None if it has gaps in that order."""

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from zerocore.checkpoint.files import sync_directory
+
 
 def require_space(folder: Path, nbytes: int) -> None:
     """Raises OSError if the file system of `folder` has less than `nbytes` free."""
@@ -30,15 +32,6 @@ def flush(file: BinaryIO) -> None:
     """Brings what was written to the disk."""
     file.flush()
     os.fsync(file.fileno())
-
-
-def flush_folder(folder: Path) -> None:
-    """Brings the names in a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class NewFiles:
@@ -97,8 +90,8 @@ class NewFiles:
             os.replace(self._temporary(name), self._folder / name)
             del self._files[name]
         self._made = False
-        flush_folder(self._folder)
-        flush_folder(self._folder.absolute().parent)
+        sync_directory(self._folder)
+        sync_directory(self._folder.absolute().parent)
 
     def _clean(self) -> None:
         for name, file in self._files.items():
@@ -122,8 +115,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        flush_folder(temporary)
+        sync_directory(temporary)
         os.rename(temporary, folder)  # over an empty folder at most
-        flush_folder(folder.parent)
+        sync_directory(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

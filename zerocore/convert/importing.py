@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from zerocore.convert import hub, safetensors
+from zerocore.checkpoint.format import METADATA
+from zerocore.convert import dcp_writer, hub, safetensors
 from zerocore.convert.archive import Archive
-from zerocore.convert.dcp_reader import METADATA
-from zerocore.convert.dcp_writer import Writer
 from zerocore.convert.entry import Entry, split
 from zerocore.convert.errors import summary
 from zerocore.convert.export import MODEL, OPTIMIZER
@@ -71,9 +70,9 @@ def import_checkpoint(
     total = sum(item.nbytes for item in items.values() if isinstance(item, Entry))
     require_space(directory, total)
     count = Count(total, progress)
-    with new_folder(directory) as folder, Writer(folder) as writer:
-        for path, item in items.items():
-            writer.add(path, item.counted(count) if isinstance(item, Entry) else item)
+    with new_folder(directory) as folder:
+        counted = {p: i.counted(count) if isinstance(i, Entry) else i for p, i in items.items()}
+        dcp_writer.write(folder, counted)
 
 
 def _items(source: Path, note: Note) -> Items:
