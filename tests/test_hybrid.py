@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from reference import assert_as_exact, assert_same
 from test_parity import plain, trained
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zerocore
 
@@ -101,3 +101,40 @@ def run_scenario(name):
     """A scenario at the sharding stages of a 2x2 mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     return test_breadth.run_sharded(name, stages=(1, 2, 3), mesh=mesh)
+
+
+def trained_on(ranks_of_mesh, stage):
+    """A loss after a step of models that differ between ranks before shard()."""
+    torch.manual_seed(dist.get_rank())
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7))
+    model[1].running_mean.fill_(dist.get_rank())
+    zerocore.shard(model, stage, mesh=DeviceMesh("cpu", ranks_of_mesh))
+    optimizer = zerocore.AdamW(model.parameters(), lr=0.1)
+    x = torch.arange(20.0).reshape(4, 5)
+    model(x).square().sum().backward()
+    optimizer.step()
+    return zerocore.full_state_dict(model)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("mesh", [[3, 1, 0, 2], [[2, 0], [3, 1]], [[1, 3], [0, 2]]])
+def test_ranks_in_any_order(ranks, mesh, stage):
+    """All have what the lowest rank had."""
+    expected = ranks(4, trained_on, [0, 1, 2, 3], stage)[0]
+    for state in ranks(4, trained_on, mesh, stage):
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def crossed():
+    try:
+        zerocore.shard(torch.nn.Linear(5, 7), 3, mesh=DeviceMesh("cpu", [[0, 3], [2, 1]]))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_replicas_in_different_orders_are_refused(ranks):
+    """Rank 0 would replicate the second shard, of which rank 2 has the first."""
+    for message in ranks(4, crossed):
+        assert message is not None and "same order" in message and "[0, 3], [2, 1]" in message

@@ -43,7 +43,7 @@ def exchange(
 
 
 def broadcast_from_first(tensors: list[torch.Tensor], groups: Groups) -> None:
-    """Rank 0's values, in place and byte for byte."""
+    """The lowest rank's values, in place and byte for byte."""
     if groups.control is None:
         return
     with groups.journal.collective("zerocore.shard"):
@@ -52,7 +52,7 @@ def broadcast_from_first(tensors: list[torch.Tensor], groups: Groups) -> None:
                 continue
             buffer = tensor.detach().cpu().contiguous()
             flat = buffer.reshape(-1).view(torch.uint8)
-            dist.broadcast(flat, src=groups.ranks.all[0], group=groups.control)
+            dist.broadcast(flat, src=min(groups.ranks.all), group=groups.control)
             if buffer.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(buffer)
 

@@ -73,7 +73,7 @@ class Groups:
     @property
     def first(self) -> bool:
         """Whether this rank speaks for all, in warnings for example."""
-        return dist.get_rank() == self.ranks.all[0]
+        return dist.get_rank() == min(self.ranks.all)
 
     @property
     def shard_rank(self) -> int:
@@ -127,7 +127,9 @@ def resolve_ranks(mesh: DeviceMesh | None, sharded: bool) -> Ranks:
     """The ranks of `mesh` (None: all ranks), which stage 0 (`sharded` False) only replicates.
 
     Raises:
-        ValueError: if the mesh does not contain this rank.
+        ValueError: if the mesh does not contain this rank, or its replicas differ in the order of
+            their ranks: a process group numbers its members in ascending order, and the numbers in
+            the rows say which shard a rank has.
     """
     rank = dist.get_rank()
     if mesh is None:
@@ -144,6 +146,11 @@ def resolve_ranks(mesh: DeviceMesh | None, sharded: bool) -> Ranks:
     everyone = tuple(grid.flatten().tolist())
     if not sharded:
         return Ranks(everyone, (rank,), everyone)
+    if not (order := grid.argsort(dim=1)).eq(order[0]).all():
+        raise ValueError(
+            "mesh: expected the ranks of all replicas in the same order, such as ascending, got "
+            f"{grid.tolist()}"
+        )
     return Ranks(everyone, tuple(grid[row].tolist()), tuple(grid[:, column].tolist()))
 
 
