@@ -17,13 +17,15 @@ namespace py = pybind11;
 namespace zerocore {
 namespace {
 
-// (sequence, event, kind, unit index, elements, dtype, phase, time, forward, recoveries, position)
+// (sequence, event, kind, unit index, elements, dtype, phase, time, forward, recoveries, position,
+// launch)
 py::list records(const Log& log, int64_t from) {
   py::list result;
   for (const Record& record : log.records(from)) {
     result.append(py::make_tuple(record.sequence, record.event, record.kind, record.unit,
                                  record.elements, record.dtype, record.phase, record.time,
-                                 record.forward, record.recoveries, record.position));
+                                 record.forward, record.recoveries, record.position,
+                                 record.launch));
   }
   return result;
 }
@@ -33,11 +35,11 @@ py::list records(const Log& log, int64_t from) {
 void bind_failures(py::module_& m) {
   py::class_<Log, std::shared_ptr<Log>>(m, "Log")
       .def(py::init([] { return std::make_shared<Log>(); }))
-      .def("add",
-           [](Log& self, const std::string& event, const std::string& kind,
-              const std::string& phase) {
-             self.add({interned(event), interned(kind), interned(phase), -1, 0});
-           })
+      .def(
+          "add",
+          [](Log& self, const std::string& event, const std::string& kind, const std::string& phase,
+             int unit) { self.add({interned(event), interned(kind), interned(phase), unit, 0}); },
+          py::arg("event"), py::arg("kind"), py::arg("phase"), py::arg("unit") = -1)
       .def("records", &records, py::arg("start") = 0)
       .def_property_readonly("recoveries", &Log::recoveries)
       .def_property_readonly("next", &Log::next)
@@ -47,6 +49,7 @@ void bind_failures(py::module_& m) {
       .def("set", &Fault::set)
       .def("check", torch::wrap_pybind_function_no_gil([](const Fault& self) { self.check(); }))
       .def_property_readonly("broken", &Fault::broken)
+      .def_property_readonly("told", &Fault::told)
       .def_property_readonly("text", &Fault::text);
   py::enum_<Topic>(m, "Topic")
       .value("sizes", Topic::sizes)

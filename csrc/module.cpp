@@ -179,6 +179,8 @@ void bind_runtime(py::module_& m) {
            [](Runtime& self, int unit, int flat) { self.flat(unit, flat).slot_written(); })
       .def("traffic", &traffic)
       .def("records", &records)
+      .def("under_way", torch::wrap_pybind_function_no_gil(
+                            [](Runtime& self) { return self.transport().under_way(); }))
       .def("time_launches", [](Runtime& self, bool on) { self.transport().time_launches(on); })
       // (id, device index, device type) of the streams of gathers and of reductions.
       .def("streams",

@@ -5,8 +5,7 @@
 One process alone works too: python examples/train_gpt.py
 
 With --checkpoint-dir, a run that was interrupted goes on from its last checkpoint when it is
-started again, also on another number of ranks. torchrun --max-restarts starts it by itself, under
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: each attempt needs a store without addresses of the last.
+started again, also on another number of ranks. torchrun --max-restarts starts it by itself.
 """
 
 import math
@@ -35,17 +34,25 @@ import zerocore
 def main() -> None:
     """Reads the options and the text, then trains on every rank."""
     options, data = parse_options()
-    if torch.accelerator.is_available():
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = zerocore.backend().name  # nccl on GPUs, hccl on NPUs, else gloo
-    if dist.is_torchelastic_launched():
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    init_process_group()
     try:
         run(options, data)
     finally:
         dist.destroy_process_group()
+
+
+def init_process_group() -> None:
+    """The default group, of the ranks that torchrun has started, or of this process alone."""
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = zerocore.backend().name  # nccl on GPUs, hccl on NPUs, else gloo
+    if not dist.is_torchelastic_launched():
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    # Restarts may share a store, in which they would find the addresses of the ranks that died.
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
 def run(options: Namespace, data: text.Text) -> None:

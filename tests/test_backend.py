@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import zerocore
-from zerocore import groups
+from zerocore import world
 from zerocore.backend import choose
 
 
@@ -87,11 +87,11 @@ def test_a_group_that_was_made_for_the_accelerator(machine, default_group, confi
 
 
 def test_backends_of_a_real_default_group(tmp_path):
-    assert groups.default_backends() is None
+    assert world.default_backends() is None
     for config, expected in (("gloo", ("gloo", "gloo")), ("cpu:gloo", ("gloo", None))):
         dist.init_process_group(config, f"file://{tmp_path}/{config}", world_size=1, rank=0)
         try:
-            found = groups.default_backends()
+            found = world.default_backends()
             assert (found["cpu"], found.get("cuda")) == expected
             assert zerocore.backend().name == "gloo"
         finally:

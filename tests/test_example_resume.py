@@ -26,8 +26,6 @@ def train(folder, kill_at, *options, ranks=2):
     script = [str(TESTS / "interrupted_training.py"), *OPTIONS, "--checkpoint-dir", str(folder)]
     paths = [str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"KILL_AT": str(kill_at), "OMP_NUM_THREADS": "1"}
-    # A store of its own for each attempt: in a shared one, new groups find addresses of the last.
-    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     result = subprocess.run(
         [sys.executable, *torchrun, *script, *options],
         env=os.environ | environment | {"PYTHONPATH": os.pathsep.join(paths)},

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from zerocore import groups
+from zerocore import world
 
 # The backend is tied to the type of device: names alone are ambiguous (Habana has an "hccl" too).
 NAMES = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
@@ -44,7 +44,7 @@ def backend(device: torch.device | str | None = None) -> Backend:
     kind = accelerator.type
     if kind not in NAMES:
         return _cpu(f"the accelerator of this machine is of type {kind}, not npu or cuda")
-    made_for = groups.default_backends()
+    made_for = world.default_backends()
     if made_for is None:
         return _on(accelerator, f"torch finds an accelerator of type {kind} on this machine")
     if made_for.get(kind) == NAMES[kind]:

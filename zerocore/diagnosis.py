@@ -12,7 +12,8 @@ class Step(NamedTuple):
     """A record of a model's log; see zerocore.stats.Record.
 
     `unit` is None for the whole model. `position` counts the steps that all ranks take in the same
-    order since their last recovery from an exception; -1: not one of these.
+    order since their last recovery from an exception; -1: not one of these. `launch` is the number
+    of the launch on a device; -1: of none.
     """
 
     sequence: int
@@ -26,6 +27,7 @@ class Step(NamedTuple):
     forward: int
     recoveries: int
     position: int
+    launch: int = -1
 
 
 class Raised(NamedTuple):
@@ -53,9 +55,14 @@ class ModelState:
     raised: list[Raised] = field(default_factory=list)
 
     def waits_for(self) -> Step | None:
-        """The collective that the rank waits for."""
+        """The collective that the rank, or its device, waits for."""
         waiting = None
+        launched: dict[tuple[str, str | None], Step] = {}
         for step in self.steps:
+            if step.event == "launch":
+                launched[step.kind, step.unit] = step
+            if step.event == "stall":
+                return launched.get((step.kind, step.unit), step)
             if step.event in ("wait", "enter"):
                 waiting = step
             elif step.event in ("done", "leave") and waiting and step.kind == waiting.kind:

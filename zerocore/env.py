@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from zerocore import groups
+from zerocore import world
 
 BUILD_COMMAND = "pip install --no-build-isolation ."
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -86,7 +86,7 @@ def find_machine() -> Machine:
     indices = range(torch.accelerator.device_count() if accelerator else 0)
     names = getattr(torch, kind).get_device_name if kind in ("cuda", "npu") else str
     nvidia = kind == "cuda" and torch.version.cuda
-    backends = dict.fromkeys(groups.available_backends(("gloo", "nccl", "hccl")), "")
+    backends = dict.fromkeys(world.available_backends(("gloo", "nccl", "hccl")), "")
     if "nccl" in backends:
         backends["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     npu = getattr(torch, "npu", None)  # torch_npu loads itself with torch

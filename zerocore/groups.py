@@ -21,6 +21,7 @@ from zerocore.agreement import gather_objects
 from zerocore.journal import Journal, grace_of
 from zerocore.logfile import LogFile
 from zerocore.watch import Watch
+from zerocore.world import default_timeout, store_host
 
 
 @dataclass(frozen=True)
@@ -81,26 +82,6 @@ class Groups:
         return sorted(self.ranks.shard).index(dist.get_rank())
 
 
-def default_backends() -> dict[str, str] | None:
-    """Backend of the default process group by type of device; None if there is no such group."""
-    if not dist.is_available() or not dist.is_initialized():
-        return None
-    pairs = dist.get_backend_config().split(",")  # "cpu:gloo,cuda:nccl"
-    return dict(pair.split(":") for pair in pairs)
-
-
-def default_place() -> tuple[int, int]:
-    """(rank, number of ranks) in the default process group; (0, 1) without one."""
-    if not dist.is_available() or not dist.is_initialized():
-        return 0, 1
-    return dist.get_rank(), dist.get_world_size()
-
-
-def available_backends(names: Iterable[str]) -> list[str]:
-    """Those communication backends that this build of torch has."""
-    return [name for name in names if dist.is_available() and dist.is_backend_available(name)]
-
-
 def check_mesh(mesh: DeviceMesh | None) -> Exception | None:
     """What is wrong with `mesh` in itself, if anything.
 
@@ -152,25 +133,6 @@ def resolve_ranks(mesh: DeviceMesh | None, sharded: bool) -> Ranks:
             f"{grid.tolist()}"
         )
     return Ranks(everyone, tuple(grid[row].tolist()), tuple(grid[:, column].tolist()))
-
-
-def _timeout() -> timedelta:
-    """The default group's timeout: new groups do not inherit it by themselves."""
-    world = dist.group.WORLD
-    options = getattr(world._get_backend(world._device_types[0]), "options", None)
-    return getattr(options, "_timeout", c10d.default_pg_timeout)
-
-
-def _store_host() -> str:
-    """Who is gone when the store of the default group is."""
-    store = c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    if not isinstance(store, dist.TCPStore):
-        return f"the store of the process group ({type(store).__name__})"
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return f"the launcher at {store.host}:{store.port}, which hosts the process group's store,"
-    return f"rank 0, which hosts the process group's store at {store.host}:{store.port},"
 
 
 class _Made:
@@ -259,7 +221,7 @@ def _new_watch(world: object) -> Watch:
     connections = [dist.PrefixStore(prefix, store.clone()) for _ in range(2)]
     folder = os.environ.get("ZEROCORE_LOG_DIR")
     log_file = LogFile(folder, rank, dist.get_world_size()) if folder else None
-    return Watch(*connections, rank, lambda: dist.group.WORLD is world, _store_host(), log_file)
+    return Watch(*connections, rank, lambda: dist.group.WORLD is world, store_host(), log_file)
 
 
 def _new_group(
@@ -292,7 +254,7 @@ def open_journal(ranks: Ranks, timeout: float) -> Journal:
     Args:
         timeout: seconds; the default group's counts if that is shorter.
     """
-    return _made.open_journal(ranks.all, min(timeout, _timeout().total_seconds()))
+    return _made.open_journal(ranks.all, min(timeout, default_timeout().total_seconds()))
 
 
 def _wait_timeout(journal: Journal) -> timedelta:
@@ -317,8 +279,9 @@ def make_groups(
 ) -> Groups:
     """The groups that carry parameters and gradients. A collective over `ranks.all`."""
     native = backend != "gloo"
-    # Waits of native backends are on the device: their own watchdogs end the process.
-    timeout = _timeout() if native else _wait_timeout(journal)
+    # A native backend's timeout counts from the call, when the device may be far behind: the watch
+    # looks at the device itself.
+    timeout = default_timeout() if native else _wait_timeout(journal)
     number, claim = 0, None
     if native and control is not None:
         number, claim = _made.claim(ranks.all, host, journal)
@@ -330,6 +293,8 @@ def make_groups(
             reduce_shard = _made.group(f"gradients {number}", ranks.shard, timeout, backend)
             reduce_replicate = _made.group(f"gradients {number}", ranks.replicate, timeout, backend)
     data = (shard, replicate, reduce_shard, reduce_replicate)
+    if native:
+        journal.native_groups = [group for group in dict.fromkeys(data) if group is not None]
     return Groups(ranks, *data, control, host, journal, backend, claim)
 
 
@@ -354,11 +319,6 @@ def widest(models: Iterable[Groups]) -> Groups:
                 f"{result.ranks.all}; use an optimizer for each"
             )
     return result
-
-
-def this_rank() -> int:
-    """The number of this process in the default group."""
-    return dist.get_rank()
 
 
 def checkpoint_groups(caller: str, models: list[Groups], others: list[int]) -> Groups:

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -55,6 +56,23 @@ class Circle:
         self.decided = threading.Event()
         self.verdict = ""
 
+    def stall(self) -> str | None:
+        """Notes a collective that a device does not get past; what to say of it."""
+        limit = self.timeout - grace_of(self.timeout)
+        found = (journal.stall(limit) for journal in list(self.journals.values()))
+        return next(filter(None, found), None)
+
+    def at_collective(self) -> bool:
+        """Whether a device is at a collective."""
+        return any(journal.under_way() for journal in list(self.journals.values()))
+
+    def end_collectives(self) -> None:
+        """Frees this rank's device from collectives that will not end, where its backend can."""
+        groups = {g for journal in list(self.journals.values()) for g in journal.native_groups}
+        for group in groups:
+            with contextlib.suppress(Exception):  # it may be gone, or have failed by itself
+                group.abort()
+
     def open_journal(self) -> Journal:
         """That of the next model; its number is the same on all ranks."""
         journal = Journal(self, self.count)
@@ -70,6 +88,8 @@ class Journal:
     Attributes:
         number: of the model among those over the same ranks.
         units: their names, by index.
+        native_groups: process groups whose collectives run on a device.
+        core: weakly, of the model.
     """
 
     def __init__(self, circle: Circle, number: int) -> None:
@@ -78,6 +98,8 @@ class Journal:
         self.key = f"{circle.key}/{number}"
         self.log = _C.Log()
         self.units: list[str] = []
+        self.native_groups: list[torch.distributed.ProcessGroup] = []
+        self.core: Callable[[], Any] = lambda: None
         self.raised: deque[Raised] = deque(maxlen=SHOWN_EXCEPTIONS)
         self.raised_count = 0
         self._last_exception: int | None = None
@@ -106,6 +128,25 @@ class Journal:
             text = f"{self.fault.text}\n(On this rank: {failure})"
             raise torch.distributed.DistBackendError(text) from error
         self.log.add("leave", what, "idle")
+
+    def under_way(self) -> tuple[int, float] | None:
+        """The launch that the device is at, and for how many seconds at least."""
+        core = self.core()
+        return core.under_way() if core is not None else None
+
+    def stall(self, limit: float) -> str | None:
+        """Notes a collective that the device has been at for `limit` seconds; what to say of it."""
+        under_way = self.under_way()
+        if under_way is None or under_way[1] < limit:
+            return None
+        launch, seconds = under_way
+        records = [r for r in self.log.records() if r[1] == "launch" and r[11] == launch]
+        if not records:  # the log has forgotten it
+            return f"zerocore: a collective did not end on the device within {seconds:.1f} s"
+        kind, unit, phase = (records[-1][i] for i in (2, 3, 6))
+        self.log.add("stall", kind, phase, unit)
+        name = self.units[unit] or "the root unit"
+        return f"zerocore: {kind} of {name} in {phase} did not end on the device in {seconds:.1f} s"
 
     def saw(self, error: BaseException | None, unit: int, phase: str) -> None:
         """Notes an exception that is on its way through the modules of unit `unit`."""

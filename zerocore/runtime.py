@@ -181,6 +181,7 @@ class Sharded:
             master_dtype=mixed.master if mixed else None,
         )
         groups.journal.units = self.units
+        groups.journal.core = weakref.ref(self.core)
         for plan in plans:
             self._add_unit(plan, tensor_parallel, values)
         self.core.seal()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from zerocore import groups
+from zerocore import world
 
 _NAME = "zerocore.ResumableSampler"
 
@@ -66,7 +66,7 @@ class ResumableSampler(Sampler[int]):
         rank: int | None = None,
         drop_last: bool = False,
     ) -> None:
-        default_rank, default_size = groups.default_place()
+        default_rank, default_size = world.default_place()
         self._length = dataset if isinstance(dataset, int) else len(dataset)
         self._ranks = default_size if num_replicas is None else num_replicas
         self._rank = default_rank if rank is None else rank

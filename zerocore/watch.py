@@ -8,6 +8,11 @@ of their process group, where a word can be left for whoever looks:
     verdict/CIRCLE      the first one written is everybody's
 Every watch looks for alarms once a second or more often. A rank that waits in a collective gets the
 verdict as its error; one that does not, at its next call.
+
+Where collectives run on a device, the host does not wait in them, but in whatever needs a result.
+So every watch looks at the device too: a collective that it does not get past is an alarm. With the
+verdict the groups on the device are aborted, which frees the device (NCCL), and with it the host,
+whose next call of zerocore raises. If nothing frees it, the process ends with the verdict.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
 import sys
 import threading
 import time
@@ -130,10 +136,15 @@ class Watch:
             timeout: of all models over these ranks, from now on.
         """
         circle = self.circles.get(ranks)
-        if circle is None:
+        is_new = circle is None
+        if is_new:
             circle = self.circles[ranks] = Circle(ranks, self.explain)
         circle.timeout = timeout
         self._wake.set()
+        with contextlib.suppress(Exception):  # the store may be gone
+            # A new group would look for ranks that have given up already, for as long as gloo does.
+            if is_new and self._last_words.check([f"alarm/{circle.key}"]):
+                circle.decided.wait(grace_of(timeout))
         return circle
 
     def explain(self, circle: Circle, failure: str) -> str:
@@ -212,6 +223,8 @@ class Watch:
         if key not in self._known:
             store.set(f"member/{key}/{self.rank}", "")
             self._known.add(key)
+        if circle.failure is None:
+            circle.failure = circle.stall()
         alarm = self._alarms.get(key)
         if alarm is None:
             if circle.failure is not None:
@@ -265,6 +278,23 @@ class Watch:
             with contextlib.suppress(OSError), self._lock:
                 self._log_file.write(self._circles())
                 self._log_file.verdict(verdict)
+        if any(journal.native_groups for journal in list(circle.journals.values())):
+            self._free(circle)
+
+    def _free(self, circle: Circle) -> None:
+        """Frees the device from collectives of the circle, or else ends the process."""
+
+        def end_if_stuck() -> None:
+            if circle.fault.told or not circle.at_collective():
+                return
+            sys.stderr.write(f"{circle.verdict}\n(On rank {self.rank}: {circle.failure})\n")
+            sys.stderr.flush()
+            os._exit(1)
+
+        timer = threading.Timer(grace_of(circle.timeout), end_if_stuck)
+        timer.daemon = True
+        timer.start()
+        circle.end_collectives()
 
     def _without_store(self) -> str:
         return (

@@ -27,6 +27,7 @@ void Fault::raise(const std::string& what, const std::exception& error) {
 }
 
 void Fault::throw_text(const std::string& detail) const {
+  told_.store(true, std::memory_order_relaxed);
   throw Diverged({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text() + detail);
 }
 

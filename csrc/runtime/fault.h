@@ -29,6 +29,8 @@ class Fault {
   // The first text stays.
   void set(const std::string& text);
   std::string text() const;
+  // Whether somebody was thrown the text.
+  bool told() const { return told_.load(std::memory_order_relaxed); }
   bool broken() const { return broken_.load(std::memory_order_acquire); }
   // Throws if something has failed before.
   void check() const;
@@ -40,6 +42,7 @@ class Fault {
 
   const Explain explain_;
   std::atomic<bool> broken_ = false;
+  mutable std::atomic<bool> told_ = false;
   mutable std::mutex mutex_;
   std::string text_;
 };

@@ -8,6 +8,9 @@
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
+#include <chrono>
+#include <deque>
+#include <mutex>
 #include <optional>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -64,6 +67,47 @@ class Times {
 
   c10::Event start_;
   std::vector<Interval> ring_ = std::vector<Interval>(kRing);
+};
+
+// The launches that may not be over.
+class Sent {
+ public:
+  void add(int64_t launch, Mark begin, Mark end) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (sent_.size() >= kMany) forget();
+    sent_.push_back({launch, std::move(begin), std::move(end)});
+  }
+  std::optional<std::pair<int64_t, double>> under_way() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    forget();
+    const auto at = std::find_if(sent_.begin(), sent_.end(), [](const Interval& interval) {
+      return Streams::reached(interval.begin) && !Streams::reached(interval.end);
+    });
+    if (at == sent_.end()) {
+      seen_ = -1;
+      return std::nullopt;
+    }
+    const auto now = std::chrono::steady_clock::now();
+    if (std::exchange(seen_, at->launch) != at->launch) since_ = now;
+    return std::pair(seen_, std::chrono::duration<double>(now - since_).count());
+  }
+
+ private:
+  static constexpr size_t kMany = 64;  // looking costs more than a few that are over
+  struct Interval {
+    int64_t launch;
+    Mark begin;
+    Mark end;
+  };
+
+  void forget() {
+    while (!sent_.empty() && Streams::reached(sent_.front().end)) sent_.pop_front();
+  }
+
+  std::mutex mutex_;
+  std::deque<Interval> sent_;
+  int64_t seen_ = -1;
+  std::chrono::steady_clock::time_point since_;
 };
 
 class LaunchPending : public Pending {
@@ -153,6 +197,8 @@ class NativeTransport : public Transport {
     return times_ && launch >= 0 ? times_->of(launch) : std::nullopt;
   }
 
+  std::optional<std::pair<int64_t, double>> under_way() override { return sent_.under_way(); }
+
   at::Tensor allocate(int64_t bytes) override {
     const c10::Device device = streams_.device();
     const auto options = at::TensorOptions().dtype(at::kByte).device(device);
@@ -214,9 +260,11 @@ class NativeTransport : public Transport {
     const c10::StreamGuard on(stream);
     const int64_t number = launches_++;
     if (times_) times_->begin(number, stream);
+    Mark begin = streams_.mark(stream);
     collectives();
     if (times_) times_->end(number, stream);
     launch.end = streams_.mark(stream);
+    sent_.add(number, std::move(begin), launch.end);
   }
 
   std::unique_ptr<Pending> add(Reduction reduction) {
@@ -318,6 +366,7 @@ class NativeTransport : public Transport {
   Streams& streams_;
   const std::shared_ptr<Log> log_;
   std::unique_ptr<Times> times_;
+  Sent sent_;
   int64_t launches_ = 0;
   int depth_ = 0;
   std::shared_ptr<Launch> launch_;

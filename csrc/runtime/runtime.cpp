@@ -500,6 +500,7 @@ void Runtime::before_write() {
 }
 
 void Runtime::before_step() {
+  fault_->check();
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   before_write();
   for (const auto& unit : units_) {

@@ -113,6 +113,8 @@ void Streams::wait(const c10::Stream& waiter, const Mark& mark, Wait why) {
   clock_.learn(at, mark.seen_);
 }
 
+bool Streams::reached(const Mark& mark) { return !mark.event_ || mark.event_->query(); }
+
 void Streams::leave_out(Wait why, bool out) {
   const uint32_t bit = 1u << static_cast<int>(why);
   out ? left_out.fetch_or(bit) : left_out.fetch_and(~bit);

@@ -75,6 +75,8 @@ class Streams {
   void wait(const c10::Stream& waiter, const Point& point, Wait why);
   void wait(int waiter, const Point& point, Wait why);  // a Point's stream
   void wait(const c10::Stream& waiter, const Mark& mark, Wait why);
+  // Whether the device is past it. Any thread may ask.
+  static bool reached(const Mark& mark);
 
   // For tests: waits of this kind are left out from now on, to show that each is needed.
   static void leave_out(Wait why, bool out);

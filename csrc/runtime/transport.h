@@ -60,6 +60,10 @@ class Transport {
   // not timed, is not over, or is too old.
   virtual std::optional<std::pair<double, double>> times(int64_t) const { return std::nullopt; }
 
+  // The launch of a collective that the device is at, and the seconds since a call of this found it
+  // there first; nothing if it is at none. For one thread of its own.
+  virtual std::optional<std::pair<int64_t, double>> under_way() { return std::nullopt; }
+
   // Memory that the network may read and write itself, registered by the process group (NCCL user
   // buffers); bytes, 1-D, on the current stream. Throws if the group has none.
   virtual at::Tensor allocate(int64_t bytes);

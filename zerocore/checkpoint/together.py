@@ -12,6 +12,7 @@ from zerocore import collectives, registry
 from zerocore import groups as process_groups
 from zerocore.checkpoint.files import Progress
 from zerocore.runtime import Sharded
+from zerocore.world import this_rank
 
 T = TypeVar("T")
 
@@ -38,7 +39,7 @@ class Together:
             _tensor_parallel_ranks(models),
         )
         self.ranks = self._groups.ranks.all
-        self.index = self.ranks.index(process_groups.this_rank())
+        self.index = self.ranks.index(this_rank())
 
     @property
     def first(self) -> bool:

@@ -1,0 +1,54 @@
+"""The default process group: what there is, and what it was made with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+
+def default_backends() -> dict[str, str] | None:
+    """Backend of the default process group by type of device; None if there is no such group."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    pairs = dist.get_backend_config().split(",")  # "cpu:gloo,cuda:nccl"
+    return dict(pair.split(":") for pair in pairs)
+
+
+def default_place() -> tuple[int, int]:
+    """(rank, number of ranks) in the default process group; (0, 1) without one."""
+    if not dist.is_available() or not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
+def available_backends(names: Iterable[str]) -> list[str]:
+    """Those communication backends that this build of torch has."""
+    return [name for name in names if dist.is_available() and dist.is_backend_available(name)]
+
+
+def this_rank() -> int:
+    """The number of this process in the default group."""
+    return dist.get_rank()
+
+
+def default_timeout() -> timedelta:
+    """The default group's timeout: new groups do not inherit it by themselves."""
+    world = dist.group.WORLD
+    options = getattr(world._get_backend(world._device_types[0]), "options", None)
+    return getattr(options, "_timeout", c10d.default_pg_timeout)
+
+
+def store_host() -> str:
+    """Who is gone when the store of the default group is."""
+    store = c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return f"the store of the process group ({type(store).__name__})"
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return f"the launcher at {store.host}:{store.port}, which hosts the process group's store,"
+    return f"rank 0, which hosts the process group's store at {store.host}:{store.port},"
