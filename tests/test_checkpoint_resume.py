@@ -21,9 +21,12 @@ RUNS = {
     "stage 2": {"stage": 2},
     "stage 3": {"stage": 3},
     "stage 0, bf16": {"stage": 0, "precision": "bf16", "kind": "torch"},
+    "stage 1, bf16": {"stage": 1, "precision": "bf16"},
     "stage 2, bf16": {"stage": 2, "precision": "bf16"},
     "stage 3, bf16": {"stage": 3, "precision": "bf16"},
+    "stage 0, fp16": {"stage": 0, "precision": "fp16"},
     "stage 1, fp16": {"stage": 1, "precision": "fp16"},
+    "stage 2, fp16": {"stage": 2, "precision": "fp16", "kind": "torch"},
     "stage 3, fp16": {"stage": 3, "precision": "fp16", "kind": "torch"},
     "stage 3, replicas": {"stage": 3, "mesh": (2, 1)},
 }
