@@ -6,6 +6,7 @@ the same one constructed as usual.
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
@@ -182,6 +183,30 @@ class Leftovers(nn.Module):
         self.second.weight = nn.Parameter(self.linear.weight[:, :20].clone())
 
 
+class Probing(nn.Module):
+    """Runs some of its modules while it is built, and copies them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        self.norm = nn.InstanceNorm2d(8, track_running_stats=True)
+        with torch.no_grad():
+            found = self.norm(self.features(torch.randn(2, 3, 9, 9)))
+            self.head = nn.Linear(found.flatten(1).shape[1], 10)
+            self.memory = nn.Parameter(nn.LSTM(20, 20)(torch.randn(5, 3, 20))[0])
+        self.averages = nn.Module()
+        self.averages.register_buffer("mean", torch.randn(30, 20))
+        self.averages.register_buffer("first", self.averages.mean[:2])
+        self.other = copy.deepcopy(self.averages)
+        self.sparse = torch.eye(20).to_sparse_csr().to_dense()
+        z = torch.randn(12, 12, dtype=torch.complex64)
+        self.conjugate = nn.Parameter(z.conj().clone())
+        self.parts = nn.Parameter(torch.stack([z.conj().imag, (z.mH @ z).real, -z.conj().imag]))
+        self.inverse = nn.Parameter(torch.linalg.inv(z.mH))
+        self.written = nn.Parameter(torch.zeros_like(z))
+        self.written.data.copy_(z.conj())
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.LayerNorm(30), nn.Linear(30, 7))
 
@@ -196,6 +221,7 @@ BUILDS = {
     "initialised": Initialised,
     "generators": Generators,
     "leftovers": Leftovers,
+    "probing": Probing,
 }
 
 

@@ -133,6 +133,14 @@ class Bare(nn.Module):
         self.register_buffer("table", torch.ones(3), persistent=False)
 
 
+class Masked(nn.Linear):
+    """Its constructor gives a buffer values that reset_parameters() does not."""
+
+    def __init__(self):
+        super().__init__(5, 5)
+        self.register_buffer("mask", torch.ones(5, 5).tril().bool(), persistent=False)
+
+
 def forget(module):
     if isinstance(module, nn.Linear):
         module.weight.data.fill_(1)
@@ -152,6 +160,12 @@ REFUSED = [
     ("empty", Bare, r"init: expected.*got the model \(Bare, with table\).*not persistent"),
     ("zeros", Bare, "init: expected a function of a module, 'empty' or None, got 'zeros'"),
     (forget, mlp, r"init: expected every element of '.*' to get a value, got NaN"),
+    (None, Masked, r"init: expected the buffer 'mask' \(torch.bool\) to get values, got nothing"),
+    (
+        "empty",
+        Masked,
+        r"init: expected the buffer 'mask' \(torch.bool\) to get values, got nothing",
+    ),
     (replace, mlp, "init: .*: expected it to fill 'weight' in place"),
 ]
 

@@ -20,7 +20,8 @@ class Initialiser:
     """Gives the parameters and buffers of a meta model memory, and has its modules fill them.
 
     Memory is filled with NaN first (whole numbers and bools: zeros), so that what is forgotten is
-    noticed: after the initialisation no floating tensor may hold NaN.
+    noticed: after the initialisation no floating tensor may hold NaN, and to every other buffer
+    something must have been written.
 
     A module is initialised once, when the first unit that has one of its parameters is taken over;
     parameters of it in later units get memory then too. Within a unit children come before their
@@ -62,6 +63,7 @@ class Initialiser:
                 name = self._modules[module] or "the model"
                 raise ValueError(_without_default(name, module, self._empty))
         self._shared: dict[torch.Tensor, torch.Tensor] = {}  # meta buffers and real ones
+        self._versions: dict[torch.Tensor, int] = {}  # of real ones that nobody has written to
         self._names = {
             param: name
             for name, param in model.named_parameters()
@@ -142,6 +144,17 @@ class Initialiser:
                 loaded = self._empty and key not in module._non_persistent_buffers_set
                 if buffer is not None and not loaded:
                     _refuse_nan(f"{name}.{key}".lstrip("."), buffer)
+                    self._refuse_untouched(f"{name}.{key}".lstrip("."), buffer)
+
+    def _refuse_untouched(self, name: str, buffer: torch.Tensor) -> None:
+        version = self._versions.get(buffer)
+        if version is None or _has_nan(buffer) or buffer._version != version or buffer.any():
+            return
+        raise ValueError(
+            f"init: expected the buffer {name!r} ({buffer.dtype}) to get values, got nothing "
+            "written to it: what the constructor gave it is lost on the meta device; pass init=fn, "
+            "which fills it"
+        )
 
     def _give_memory(self, module: nn.Module, memory: Mapping[nn.Parameter, torch.Tensor]) -> None:
         for param in module._parameters.values():
@@ -155,7 +168,8 @@ class Initialiser:
             if buffer is None or buffer.device.type != "meta":
                 continue
             if buffer not in self._shared:
-                self._shared[buffer] = _poisoned(torch.empty_like(buffer, device="cpu"))
+                memory = _poisoned(torch.empty_like(buffer, device="cpu"))
+                self._shared[buffer], self._versions[memory] = memory, memory._version
             module._buffers[name] = self._shared[buffer]
 
 
@@ -260,14 +274,17 @@ def _without_default(name: str, module: nn.Module, empty: bool) -> str:
     )
 
 
+def _has_nan(tensor: torch.Tensor) -> bool:
+    """Whether its dtype has."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def _poisoned(memory: torch.Tensor) -> torch.Tensor:
-    floats = memory.is_floating_point() or memory.is_complex()
-    return memory.fill_(math.nan) if floats else memory.zero_()
+    return memory.fill_(math.nan) if _has_nan(memory) else memory.zero_()
 
 
 def _refuse_nan(name: str, tensor: torch.Tensor) -> None:
-    floats = tensor.is_floating_point() or tensor.is_complex()
-    if floats and tensor.isnan().any():
+    if _has_nan(tensor) and tensor.isnan().any():
         raise ValueError(
             f"init: expected every element of {name!r} to get a value, got NaN in it (memory is "
             "filled with NaN before the initialisation)"

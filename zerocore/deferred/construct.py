@@ -39,7 +39,8 @@ def deferred(
     what writes them is recorded and run again when the values are needed. Random numbers are drawn
     on the way, so it takes about twice the time. Values can be read (`.item()`, branches, `print`,
     `.numpy()`, which is read-only): each read computes them. Tensors on other devices are made as
-    usual.
+    usual. What a forward inside of `build` computes may be rounded in another way: torch then takes
+    no fused kernels for TransformerEncoderLayer, nor for an LSTM under autograd.
 
     Until `zerocore.shard` the model can be looked at (names, shapes, dtypes) and rearranged, but
     reading or writing a large tensor is an error: forward, state_dict(), load_state_dict(), copies,

@@ -30,6 +30,11 @@ _UNINITIALISED = frozenset(
 _GEOMETRY = frozenset("_unsafe_view lift_fresh alias detach _reshape_alias set_".split())
 # What they return is no tensor, or its shape depends on values.
 _READS = frozenset("_local_scalar_dense equal nonzero is_nonzero allclose".split())
+# They write to these arguments, although their schemas do not say so.
+_WRITES_UNSAID = {
+    "native_batch_norm": ("running_mean", "running_var"),
+    "batch_norm_update_stats": ("running_mean", "running_var"),
+}
 _COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")
 
 
@@ -54,11 +59,13 @@ class _Call(NamedTuple):
         return torch.Tag.nondeterministic_seeded in self.func.tags
 
     def written(self) -> list[torch.Tensor]:
-        """The tensors that it writes to, by its schema."""
+        """The tensors that it writes to."""
         args, kwargs = tree_unflatten(self.leaves, self.spec)
+        unsaid = _WRITES_UNSAID.get(self.name, ())
         found = []
         for i, argument in enumerate(self.func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
+            said = argument.alias_info is not None and argument.alias_info.is_write
+            if not said and argument.name not in unsaid:
                 continue
             by_name = argument.kwarg_only or i >= len(args)
             value = kwargs.get(argument.name) if by_name else args[i]
@@ -98,6 +105,8 @@ class Recorder(TorchDispatchMode):
                 _C.show(*args)  # torch's own reads the address
                 return args[0]
             return func(*args, **kwargs)
+        if any(map(_is_lazy, call.leaves)):
+            call = self._without_lazy_bits(call)
         if func.namespace in _COLLECTIVES:
             raise _refusal(
                 func,
@@ -128,7 +137,9 @@ class Recorder(TorchDispatchMode):
             if owned:
                 raise  # what torch says about the arguments
             return self._run_real(call)  # a shape that depends on values
-        if not owned and not any(isinstance(t, torch.Tensor) for t in tree_flatten(returned)[0]):
+        made = [leaf for leaf in tree_flatten(returned)[0] if isinstance(leaf, torch.Tensor)]
+        dense = made and all(tensor.layout is torch.strided for tensor in made)
+        if not owned and not dense:
             return self._run_real(call)
         remembered = list(map(self._remembered, call.leaves))
         if len(owned) < len(written):  # of a list, some are real
@@ -162,6 +173,28 @@ class Recorder(TorchDispatchMode):
             for leaf in call.leaves
         ]
         return self._record(call, remembered, like, {}, [])
+
+    def _without_lazy_bits(self, call: _Call) -> _Call:
+        """The same with conjugates and negatives computed, which some operators take as views."""
+        if any(map(_is_lazy, call.written())):
+            raise _refusal(
+                call.func, "a write to a conjugate or negative view", "write to its base"
+            )
+
+        def computed(leaf: Any) -> Any:
+            if not _is_lazy(leaf):
+                return leaf
+            negative, conjugate = leaf.is_neg(), leaf.is_conj()
+            leaf = torch._neg_view(leaf) if negative else leaf
+            leaf = torch._conj(leaf) if conjugate else leaf  # now without bits
+            for is_set, func in (
+                (conjugate, torch.ops.aten._conj_physical.default),
+                (negative, torch.ops.aten.neg.default),
+            ):
+                leaf = self.__torch_dispatch__(func, (), (leaf,)) if is_set else leaf
+            return leaf
+
+        return call._replace(leaves=list(map(computed, call.leaves)))
 
     def _run_real(self, call: _Call) -> Any:
         """Calls the operator on values."""
@@ -218,7 +251,7 @@ class Recorder(TorchDispatchMode):
             func=call.func,
             leaves=remembered,
             spec=call.spec,
-            outs=[Geometry.of(new[id(t)]) if id(t) in new else None for t in tensors],
+            outs=[Geometry.of(new[id(leaf)]) if id(leaf) in new else None for leaf in made],
             reads=reads,
             writes=changed | {key_of(tensor) for tensor in new.values()},
             kills=kills,
@@ -289,6 +322,8 @@ class ReadsByHand(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.Tensor.__deepcopy__ and self._tape.owns(args[0]):
+            return _deep_copy(*args)
         if func in self._SINGULAR_VALUES or (
             func is torch.norm and "nuc" in (*args, *kwargs.values())
         ):
@@ -320,6 +355,20 @@ class ReadsByHand(TorchFunctionMode):
             return _Call(func, *tree_flatten((args, kwargs))).run(value)
 
 
+def _deep_copy(tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
+    """As copy.deepcopy, whose own way reads memory: tensors that share theirs go on to do so."""
+    if id(tensor) not in memo:
+        count = tensor.untyped_storage().nbytes() // tensor.element_size()
+        whole = tensor.detach().as_strided((count,), (1,), 0)
+        name = ("storage", key_of(tensor))
+        if name not in memo:
+            memo[name] = whole.clone()
+        own = memo[name].view(tensor.dtype)
+        copy = own.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        memo[id(tensor)] = copy.requires_grad_(tensor.requires_grad)
+    return memo[id(tensor)]
+
+
 def _refusal(func: Any, what: str, remedy: str) -> Refused:
     return Refused(
         f"zerocore.deferred: expected operators that can be run later, got {func} ({what}) on a "
@@ -329,6 +378,11 @@ def _refusal(func: Any, what: str, remedy: str) -> Refused:
 
 def _to_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def _is_lazy(value: Any) -> bool:
+    """Whether it shows the conjugates or negatives of its elements in memory."""
+    return isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg())
 
 
 def _is_elsewhere(value: Any) -> bool:

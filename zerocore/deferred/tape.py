@@ -51,7 +51,7 @@ class Entry:
         func: the operator.
         leaves, spec: its flattened (args, kwargs). Tensors of the tape are Geometry; others are
             copies of what they were.
-        outs: of each tensor that it returns, the Geometry if that is new, else None.
+        outs: of each leaf of what it returns, the Geometry if that is a new tensor, else None.
         reads, writes, kills: keys of storages that it reads, changes, and overwrites as a whole.
         scribbles: indices of the copies among `leaves` that the operator writes to.
         surroundings: under which it ran.
@@ -77,8 +77,8 @@ class Entry:
         """All storages of the tape that take part."""
         return self.reads | self.writes
 
-    def run(self, real: dict[int, torch.UntypedStorage]) -> list[torch.Tensor]:
-        """Calls the operator on these storages; the tensors that it returns."""
+    def run(self, real: dict[int, torch.UntypedStorage]) -> list[Any]:
+        """Calls the operator on these storages; the leaves of what it returns."""
 
         def argument(i: int, leaf: Any) -> Any:
             if isinstance(leaf, Geometry):
@@ -90,7 +90,7 @@ class Entry:
         with _state_of(self.draw):
             self.surroundings.apply()
             returned = self.func(*args, **kwargs)
-        return [leaf for leaf in tree_flatten(returned)[0] if isinstance(leaf, torch.Tensor)]
+        return tree_flatten(returned)[0]
 
 
 @contextlib.contextmanager
@@ -197,9 +197,10 @@ class Tape:
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor with its content, over memory that is the caller's."""
         geometry = Geometry.of(tensor)
-        if geometry.key in self._resident:
-            return geometry.over(self._resident[geometry.key])
-        return geometry.over(self._replay(geometry.key, keep=False))
+        storage = self._resident.get(geometry.key)
+        if storage is None:
+            storage = self._replay(geometry.key, keep=False)
+        return _shown_as(tensor, geometry.over(storage))
 
     @torch.no_grad()
     def value_now(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -207,7 +208,7 @@ class Tape:
         geometry = Geometry.of(tensor)
         storage = self._replay(geometry.key, keep=True)
         self.keep(geometry.key, storage)
-        return geometry.over(storage)
+        return _shown_as(tensor, geometry.over(storage))
 
     @torch.no_grad()
     def resident(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -215,7 +216,7 @@ class Tape:
         geometry = Geometry.of(tensor)
         if geometry.key not in self._resident:
             self._resident[geometry.key] = self._replay(geometry.key, keep=False)
-        return geometry.over(self._resident[geometry.key])
+        return _shown_as(tensor, geometry.over(self._resident[geometry.key]))
 
     def _slice(
         self, key: int, cache: dict[int, tuple[int, torch.UntypedStorage]]
@@ -266,8 +267,9 @@ class Tape:
                 for k in entry.touches():
                     if last[k] != i or k == key:
                         continue
-                    storage = real.pop(k)
-                    if keep and self._writes[k] and self._writes[k][-1] <= i:
+                    storage = real.pop(k, None)
+                    newest = self._writes[k][-1] if self._writes[k] else i + 1
+                    if keep and storage is not None and newest <= i:
                         self.keep(k, storage)
         finally:
             before.apply()
@@ -283,7 +285,7 @@ class Tape:
             if real.get(key) is None:
                 real[key] = self._memory(key)
         for out, tensor in zip(entry.outs, entry.run(real), strict=True):
-            if out is None:
+            if out is None or tensor is None:  # some kernels leave out what nobody needs
                 continue
             storage = tensor.untyped_storage()
             fits = storage.nbytes() == self.nbytes(out.key)
@@ -292,3 +294,9 @@ class Tape:
             else:
                 real[out.key] = self._memory(out.key)
                 out.over(real[out.key]).copy_(tensor)
+
+
+def _shown_as(like: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """A view that shows conjugates or negatives where `like` does."""
+    memory = memory.conj() if like.is_conj() else memory
+    return torch._neg_view(memory) if like.is_neg() else memory
