@@ -117,13 +117,13 @@ def test_logs_alone_say_it_too(endings, name, argument):
     assert results[name, argument]
 
 
-def diagnose(folder):
+def diagnose(folder, status=1):
     command = [sys.executable, "-m", "zerocore", "diagnose", str(folder)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=START_SECONDS, cwd=HERE.parent
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    assert done.returncode == status, done.stderr
+    return done.stdout.strip() or done.stderr
 
 
 def launch(name, stage, folder, size=2, tcp=False):
@@ -152,31 +152,36 @@ DEATHS = {
     ("raises_and_dies", 2): (
         2,
         True,
-        r"rank 1 has ended with an exception, BadBatchError: label out of range in the forward of "
+        r"rank 1 ended with an exception, BadBatchError: label out of range in the forward of "
         r"unit 'blocks.1' \(forward 3\)",
         {1: 1},
     ),
     ("backward_raises_and_dies", 3): (
         2,
         False,
-        r"rank 1 has ended with an exception, ArithmeticError: in backward; .* forward 3, while",
+        r"rank 1 ended with an exception, ArithmeticError: in backward; .* forward 3, while",
         {1: 1},
     ),
     ("is_killed", 3): (
         3,
         True,
-        r"rank 1 does not answer.*while rank [02] waits for .*unit 'blocks.[12]' in",
+        r"no answer from rank 1.*while rank [02] waits for .*unit 'blocks.[12]' in",
         {1: -signal.SIGKILL},
     ),
-    ("is_stopped", 2): (2, True, r"rank 1 does not answer.*while rank 0 waits for", {1: None}),
+    ("is_stopped", 2): (2, True, r"no answer from rank 1.*while rank 0 waits for", {1: None}),
     ("ends_early", 3): (
         2,
         True,
-        r"rank 1 has ended its script; before, it had done nothing for .* since the step after "
+        r"rank 1 ended the script; before, it had done nothing for .* since the step after "
         r"forward 3, while rank 0 waits for .*forward 4",
         {1: 0},
     ),
-    ("first_is_killed", 3): (2, True, r"rank 0.* does not answer", {0: -signal.SIGKILL}),
+    ("first_is_killed", 3): (
+        2,
+        True,
+        r"no answer from rank 0|rank 0.* does not answer",
+        {0: -signal.SIGKILL},
+    ),
     ("in_a_hybrid_mesh", 3): (
         4,
         False,
@@ -239,15 +244,29 @@ def test_logs_of_the_dead_say_it_too(deaths, key):
     assert re.search(DEATHS[key][2].split("(?:")[0], said), said
 
 
-def test_under_torchrun(tmp_path):
-    """A rank that dies by its own exception; the launcher hosts the store."""
+@pytest.mark.parametrize(
+    "name, stage, says, status",
+    [
+        ("raises_and_dies", 3, r"rank 1 .*BadBatchError: label out of range", 1),
+        ("is_killed", 2, r"no rank has written why it ended.* rank 0 .*; rank 1 ", 1),
+        ("ends_well", 3, r"all 2 ranks ended by themselves", 0),
+    ],
+)
+def test_logs_of_ranks_under_torchrun(tmp_path, name, stage, says, status):
+    """The launcher hosts the store, and kills what is left when a rank has died: the logs stay."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, str(HERE / "drills.py"), "raises_and_dies", "3", str(tmp_path)]
+    command = [*torchrun, str(HERE / "drills.py"), name, str(stage), str(tmp_path)]
     paths = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": paths, "ZEROCORE_LOG_DIR": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, env=env)
-    assert done.returncode != 0
-    assert "BadBatchError: label out of range" in done.stderr
-    # The launcher kills what is left when one has died: the logs stay.
-    said = diagnose(tmp_path)
-    assert re.search(r"rank 1 .*BadBatchError: label out of range", said), said
+    assert (done.returncode != 0) == (status != 0), done.stderr
+    if name == "raises_and_dies":
+        assert "BadBatchError: label out of range" in done.stderr
+    said = diagnose(tmp_path, status)
+    assert re.search(says, said), said
+
+
+def test_logs_that_are_none(tmp_path):
+    assert "expected rank0.jsonl and others in" in diagnose(tmp_path, 2)
+    (tmp_path / "rank0.jsonl").write_text('{"a": 1}\n')
+    assert "expected a log of zerocore in" in diagnose(tmp_path, 2)

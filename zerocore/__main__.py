@@ -96,21 +96,27 @@ def _say(name: str, text: object) -> None:
 
 def _count(text: str) -> int:
     """A whole number, perhaps written as 5e9."""
-    return int(text) if text.isdecimal() else int(float(text))
+    try:
+        return int(text) if text.isdecimal() else int(float(text))
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"expected a number such as 5e9, got {text!r}") from None
 
 
 def run_diagnose(options: argparse.Namespace) -> int:
-    """Prints where the ranks that logged to a folder part; 1 if there are no logs."""
-    from zerocore.diagnosis import first_divergence
+    """Prints where the ranks that logged to a folder part; 0 if they do not, 2 without logs."""
+    from zerocore.diagnosis import first_divergence, is_well
     from zerocore.logfile import read_states
 
     try:
         states = read_states(Path(options.folder))
     except ValueError as error:
         print(f"zerocore diagnose: {error}", file=sys.stderr)
-        return 1
+        return 2
+    if is_well(states):
+        print(f"zerocore: all {len(states)} ranks ended by themselves; none waited for another one")
+        return 0
     print(first_divergence(states))
-    return 0
+    return 1
 
 
 def parser() -> argparse.ArgumentParser:

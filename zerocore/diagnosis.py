@@ -98,7 +98,11 @@ class ModelState:
 
 @dataclass(frozen=True)
 class RankState:
-    """A rank's answer. `status` is running, ended, crashed, left, or lost (logs only)."""
+    """A rank's answer.
+
+    `status` is running, ended, crashed or left; in logs, which may end before the rank does, also
+    lost (before those of others) or cut (as all do).
+    """
 
     status: str
     models: dict[str, ModelState]
@@ -145,10 +149,20 @@ _KINDS = {
 }
 
 _STATUS = {
-    "ended": "has ended its script",
-    "crashed": "has ended with an exception",
-    "left": "has destroyed its process group",
+    "ended": "ended the script",
+    "crashed": "ended with an exception",
+    "left": "destroyed the process group",
 }
+
+
+def is_well(states: Mapping[int, RankState | None]) -> bool:
+    """Whether all ranks have ended by themselves, and none waited for another one."""
+    return all(
+        state is not None
+        and state.status in ("ended", "left")
+        and not any(model.waits_for() for model in state.models.values())
+        for state in states.values()
+    )
 
 
 def first_divergence(
@@ -160,7 +174,7 @@ def first_divergence(
         states: by rank; None for one that does not answer.
         strangers: ranks that have never called zerocore.shard for these ranks.
     """
-    for find in (_absent, _gone, _parted, _idle, _stuck):
+    for find in (_absent, _gone, _cut, _parted, _idle, _stuck):
         found = find(states, strangers)
         if found is not None:
             return f"zerocore: {found}"
@@ -184,7 +198,7 @@ def _absent(states: _States, strangers: frozenset[int]) -> str | None:
         if (state := states[silent[0]]) is not None:
             last = f" Its log ends when it {_doing(state)}."
         return (
-            f"{_ranks(silent)} does not answer: dead, stopped, or without a turn for its threads"
+            f"no answer from {_ranks(silent)}: dead, stopped, or without a turn for threads"
             f"{waiting}; look at what that process, or the kernel about it, has said.{last}"
         )
     return None
@@ -209,6 +223,23 @@ def _gone(states: _States, strangers: frozenset[int]) -> str | None:
             f"{_what_others_wait_for(states, ranks)}; every rank has to take as many steps"
         )
     return None
+
+
+def _cut(states: _States, strangers: frozenset[int]) -> str | None:
+    """Logs that all just end: a rank may have done more, and what it waits for may be there."""
+    cut = {rank: state for rank, state in states.items() if state and state.status == "cut"}
+    if len(cut) < len(states):
+        return None
+    for key in dict.fromkeys(key for state in cut.values() for key in state.models):
+        models = {rank: s.models[key] for rank, s in cut.items() if key in s.models}
+        if len({model.recoveries for model in models.values()}) == 1:
+            if (found := _first_difference(models)) is not None:
+                return found
+    last = "; ".join(f"rank {rank} {_doing(state, past=True)}" for rank, state in cut.items())
+    return (
+        "no rank has written why it ended: they run still, or were killed, as launchers do with "
+        f"all when one is dead: see which one they name. The last that the logs tell: {last}"
+    )
 
 
 def _parted(states: _States, strangers: frozenset[int]) -> str | None:

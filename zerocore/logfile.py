@@ -12,6 +12,7 @@ import re
 import socket
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def read_states(folder: Path) -> dict[int, RankState | None]:
     for path in folder.glob("rank*.jsonl"):
         if match := re.fullmatch(r"rank(\d+)\.jsonl", path.name):
             logs[int(match[1])] = _newest_run(path)
-    logs = {rank: lines for rank, lines in logs.items() if lines}
+    logs = {rank: lines for rank, lines in logs.items() if lines and lines[0]["line"] == "header"}
     if not logs:
         raise ValueError(f"DIR: expected rank0.jsonl and others in {folder}, got none of them")
     world = max(lines[0]["world"] for lines in logs.values())
@@ -110,16 +111,22 @@ def read_states(folder: Path) -> dict[int, RankState | None]:
         others = [other for r, other in logs.items() if r != rank]
         ended = all(other[-1]["line"] == "end" for other in others) and bool(others)
         states[rank] = _state(lines, newest, ended)
+    if all(state is not None and state.status == "running" for state in states.values()) and not (
+        any(line["line"] == "verdict" for lines in logs.values() for line in lines)
+    ):
+        states = {rank: replace(state, status="cut") for rank, state in states.items()}
     return states
 
 
 def _newest_run(path: Path) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
-    for text in path.read_text(encoding="utf-8").splitlines():
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             line = json.loads(text)
         except ValueError:
             continue  # the last one, of a process that was killed
+        if not isinstance(line, dict) or not {"line", "time"} <= line.keys():
+            raise ValueError(f"DIR: expected a log of zerocore in {path}, got {text[:80]!r}")
         if line["line"] == "header":
             lines = []
         lines.append(line)

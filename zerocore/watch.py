@@ -34,6 +34,7 @@ from zerocore.journal import Circle, grace_of
 from zerocore.logfile import LogFile
 
 HURRY_SECONDS = 0.05  # between looks at the store while an alarm is on
+LOG_SECONDS = 0.1  # between writes to a log: what a process loses of it that is killed
 
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
@@ -216,7 +217,8 @@ class Watch:
         waiting = [circle for circle in self._circles() if not circle.decided.is_set()]
         if any(circle.key in self._alarms for circle in waiting):
             return HURRY_SECONDS
-        return min([1.0, *(circle.timeout / 20 for circle in waiting)])
+        longest = 1.0 if self._log_file is None else LOG_SECONDS
+        return min([longest, *(circle.timeout / 20 for circle in waiting)])
 
     def _look(self, circle: Circle) -> None:
         store, key = self._store, circle.key
