@@ -173,6 +173,33 @@ def test_every_kind_is_saved_exactly(ranks):
         assert seen == low | others
 
 
+class Shared(nn.Module):
+    """Buffers whose elements share memory, or are conjugates of it."""
+
+    def __init__(self, start):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("expanded", torch.arange(start, start + 3.0).expand(4, 3))
+        phase = torch.complex(torch.arange(start, start + 3.0), torch.ones(3))
+        self.register_buffer("conjugate", phase.conj())
+
+
+def shared_memory(path):
+    """Buffers after shard(), and in another model after load()."""
+    model = zerocore.shard(Shared(10.0 * dist.get_rank()), 3)
+    zerocore.save(path, model)
+    other = zerocore.shard(Shared(70.0), 3)
+    zerocore.load(path, other)
+    return [{n: b.resolve_conj() for n, b in m.named_buffers()} for m in (model, other)]
+
+
+def test_buffers_that_share_memory(ranks, tmp_path):
+    expected = {name: buffer.resolve_conj() for name, buffer in Shared(0.0).named_buffers()}
+    for after, loaded in ranks(2, shared_memory, tmp_path / "saved"):
+        assert_same(after, expected)
+        assert_same(loaded, expected)
+
+
 def zero_part(model):
     model.table[2:4].zero_()
     model.mask[0] = 5.0

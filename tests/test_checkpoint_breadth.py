@@ -1,5 +1,7 @@
 """Checkpoints of models of other kinds: nested, tensor-parallel, with states of their own."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -179,6 +181,16 @@ def other_state(path, buffer):
     return results
 
 
+def buffers_elsewhere(path):
+    """A buffer that was another one on each rank, and the warning."""
+    model = zerocore.shard(Counting(7), 3)
+    model.late = nn.Linear(4, 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        zerocore.load(path, model)
+    return model.mean, str(caught[-1].message) if caught else None
+
+
 @pytest.mark.parametrize("buffer", [None, torch.bfloat16])
 def test_states_of_other_kinds(ranks, tmp_path, buffer):
     found = ranks(2, other_state, tmp_path / "checkpoint", buffer)
@@ -186,8 +198,13 @@ def test_states_of_other_kinds(ranks, tmp_path, buffer):
     for before, after in found:
         assert before.pop("temporary").tolist() == [1.0] * 2  # neither saved
         assert after.pop("temporary").tolist() == [50.0] * 2  # nor loaded
-        assert_same_tensors(after, {k: v for k, v in first.items() if k != "temporary"})
+        own = {name: before[name] for name in ("mean", "same")}
+        assert_same_tensors(after, {k: v for k, v in first.items() if k != "temporary"} | own)
     assert first["mean"].tolist() == [1.0] * 3 and found[1][0]["mean"].tolist() == [2.0] * 3
+    # On another number of ranks nobody knows whose they were.
+    for mean, warning in ranks(3, buffers_elsewhere, tmp_path / "checkpoint"):
+        assert mean.tolist() == [1.0] * 3
+        assert warning is None or "left out, since they differed between ranks: mean" in warning
 
 
 def strides_known():

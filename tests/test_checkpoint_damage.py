@@ -161,6 +161,40 @@ def test_others_that_do_not_fit(ranks, saved, tmp_path):
             assert message is not None and text in message, (name, message)
 
 
+def errors_of_optimizers(path):
+    """What loads into other optimizers raise; nothing changes."""
+    model = zerocore.shard(torch.nn.Linear(3, 2), 2)
+    optimizers = {
+        "sgd": torch.optim.SGD(model.parameters(), lr=0.1),
+        "nadam": torch.optim.NAdam(model.parameters()),
+        "one rank's": torch.optim.AdamW(model.parameters()),
+    }
+    messages = []
+    for name, opt in optimizers.items():
+        for source in ("other", "fits"):
+            with unchanged(model, opt):
+                try:
+                    mine = None if name == "one rank's" and dist.get_rank() else opt
+                    zerocore.load(path / source, model, mine)
+                    messages.append("no error")
+                except ValueError as error:
+                    messages.append(str(error))
+    return messages
+
+
+def test_state_of_other_optimizers(ranks, tmp_path):
+    ranks(2, save_others, tmp_path)
+    for messages in ranks(2, errors_of_optimizers, tmp_path):
+        for message, text in zip(
+            messages,
+            ("like SGD, got Adam", "like SGD, got one without dampening, momentum")
+            + ("like NAdam, got Adam", "like NAdam, got one without momentum_decay")
+            + ("same call", "same call"),
+            strict=True,
+        ):
+            assert text in message
+
+
 def test_a_hole_in_the_metadata(ranks, tmp_path):
     ranks(2, save_others, tmp_path)
     shutil.copytree(tmp_path / "fits", tmp_path / "hole")
@@ -192,14 +226,26 @@ def refused_saves(path, good):
         "extra": lambda: zerocore.save(path / "f", model, opt, **{f"rank{rank}": 1}),
         "dots": lambda: zerocore.save(path / "e", model, opt, **{"a.b": 1}),
         "plain": lambda: zerocore.save(path / "g", torch.nn.Linear(2, 2)),
+        "reserved": lambda: zerocore.save(path / "a.tmp-host-01234567", model, opt),
+        "background": lambda: zerocore.save(path / "i", model, opt, async_=bool(rank)),
+        "options": lambda: zerocore.save(path / "j", model, opt),
+        "average": lambda: zerocore.save(path / "k", model, opt),
+        "empty": lambda: zerocore.save(path / "l", zerocore.shard(blank, init="empty")),
     }
+    with torch.device("meta"):
+        blank = torch.nn.Linear(2, 2)
+    average = zerocore.EMA(model, 0.9)
     messages = {}
     for name, call in calls.items():
-        with unchanged(model, opt):
+        lr, opt.param_groups[0]["lr"] = opt.param_groups[0]["lr"], 1.0 + rank
+        if name != "options":
+            opt.param_groups[0]["lr"] = lr
+        with average.applied() if name == "average" else unchanged(model, opt):
             try:
                 call()
-            except (ValueError, OSError) as error:
+            except (ValueError, OSError, RuntimeError) as error:
                 messages[name] = str(error)
+        opt.param_groups[0]["lr"] = lr
     with zerocore.gathered(model):
         try:
             zerocore.save(path / "h", model, opt)
@@ -219,6 +265,11 @@ def test_saves_that_are_refused(ranks, saved, tmp_path):
         "extra": "same call",
         "dots": "'a.b'",
         "plain": "zerocore.shard",
+        "reserved": "unfinished",
+        "background": "same call",
+        "options": "same call",
+        "average": "EMA.applied",
+        "empty": "init='empty'",
         "gathered": "gathered",
     }
     before = sorted(saved.parent.iterdir())

@@ -125,6 +125,14 @@ def through_zerocore(path, other):
     return before, zero_states(model, opt), extra
 
 
+def zerocore_saves(path):
+    """A run of zerocore's own; its full states."""
+    model, opt = zero(0)
+    train(model, opt, range(3))
+    zerocore.save(path, model, opt)
+    return zero_states(model, opt)
+
+
 def others_load(path, kind):
     """Into another model; its full states, and those after two more steps."""
     model, opt = {"fsdp2": fsdp2, "plain": plain}[kind](2)
@@ -177,6 +185,14 @@ def bare_state_dict(path, source):
     except ValueError as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize("kind, size", [("fsdp2", 3), ("plain", 1)])
+def test_others_read_what_zerocore_made(ranks, tmp_path, kind, size):
+    """By torch's own recipe, whose optimizers want every option that they have."""
+    expected = ranks(2, zerocore_saves, tmp_path / "saved")[0]
+    model, state, *_ = ranks(size, others_load, tmp_path / "saved", kind)[0]
+    assert_same_states((model, state), expected)
 
 
 def test_a_bare_state_dict(ranks, tmp_path):

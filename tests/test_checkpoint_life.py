@@ -1,5 +1,6 @@
 """Checkpoints in the background, old ones, unfinished ones, and ranks that die while they save."""
 
+import errno
 import fcntl
 import logging
 import os
@@ -10,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -119,6 +121,29 @@ def test_keep_and_latest(ranks, tmp_path):
     assert zerocore.latest(tmp_path).name == "step7"
     (tmp_path / "step7" / "zerocore.json").write_text("{}")
     assert zerocore.latest(tmp_path) is None
+
+
+def keeps_what_it_cannot_remove(path):
+    """The names at the end, and what was said."""
+    model = zerocore.shard(torch.nn.Linear(3, 2), 3)
+    zerocore.save(path / "first", model)
+
+    def rename(self, target, rename=Path.rename):
+        if self.name == "first":
+            raise PermissionError(errno.EPERM, "not yours", str(self))
+        return rename(self, target)
+
+    with mock.patch.object(Path, "rename", rename), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        zerocore.save(path / "second", model, keep=1)
+    return sorted(p.name for p in path.iterdir()), [str(warning.message) for warning in caught]
+
+
+def test_a_checkpoint_that_cannot_be_removed(ranks, tmp_path):
+    """The new one is complete, which an error would not say."""
+    (names, said), (others, _) = ranks(2, keeps_what_it_cannot_remove, tmp_path)
+    assert names == others == ["first", "second"]
+    assert any("first cannot be removed" in text for text in said)
 
 
 def test_what_is_removed_as_unfinished(tmp_path):
@@ -245,11 +270,10 @@ def test_a_long_save_says_how_far_it_is(ranks, tmp_path):
 def test_files_are_bounded(tmp_path):
     tensor = torch.randn(1000, 100)
     with mock.patch.object(files, "FILE_BYTES", 100_000):
-        writer = files.Writer(tmp_path, "__0_", files.Progress())
         shard = files.FlatShard.of(tensor)
-        for number in range(10):
-            writer.put_shard((f"t{number}",), shard.part(number, 10))
-        writer.close()
+        with files.Writer(tmp_path, "__0_", files.Progress()) as writer:
+            for number in range(10):
+                writer.put_shard((f"t{number}",), shard.part(number, 10))
     sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
     assert sizes == {name: total.bytes for name, total in writer.sums.items()}
     assert len(sizes) > 3 and max(sizes.values()) < 200_000

@@ -114,9 +114,11 @@ def test_damage_to_a_checkpoint_is_found(tmp_path, saved, unchanged):
     export = lambda: export_checkpoint(saved, out)  # noqa: E731
     unchanged(export, RuntimeError, r"__0_0.distcp: expected checksum .*; the file is damaged")
     data.write_bytes(intact[: where + 8])
+    unchanged(export, RuntimeError, r"expected \d+ bytes in .*__0_0.distcp, got \d+; .* damaged")
+    data.write_bytes(b"x" * len(intact))
     unchanged(export, RuntimeError, r"__0_0.distcp: expected .* bytes from byte \d+ on that torch")
     data.unlink()
-    unchanged(export, RuntimeError, "__0_0.distcp: expected a file that holds model.*, got none")
+    unchanged(export, RuntimeError, "expected the file .*__0_0.distcp, got .*; .* damaged")
 
 
 def test_damaged_metadata_is_found(tmp_path, saved, unchanged):

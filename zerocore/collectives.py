@@ -12,6 +12,7 @@ import torch.distributed as dist
 from zerocore import _C
 from zerocore.agreement import gather_objects
 from zerocore.groups import Groups
+from zerocore.strides import copy_into
 
 
 def exchange(
@@ -50,11 +51,11 @@ def broadcast_from_first(tensors: list[torch.Tensor], groups: Groups) -> None:
         for tensor in tensors:
             if tensor.numel() == 0:
                 continue
-            buffer = tensor.detach().cpu().contiguous()
+            buffer = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
             flat = buffer.reshape(-1).view(torch.uint8)
             dist.broadcast(flat, src=min(groups.ranks.all), group=groups.control)
             if buffer.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(buffer)
+                copy_into(tensor.detach(), buffer)
 
 
 def reduce_over_all(

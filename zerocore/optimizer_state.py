@@ -245,9 +245,12 @@ def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         {key: copied(value) for key, value in group.items() if key not in NO_OPTIONS}
         for group in optimizer.param_groups
     ]
-    if isinstance(optimizer, AdamW):  # torch's loading accepts no option that its AdamW lacks
+    if isinstance(optimizer, AdamW):
+        # torch's loading accepts no option that its AdamW lacks, and misses any that it has.
+        theirs = torch.optim.AdamW([torch.empty(0)]).defaults
         for group in options:
             group["decoupled_weight_decay"] = group.pop("decoupled")
+        options = [theirs | group for group in options]
     return options
 
 

@@ -26,3 +26,11 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     for d in range(len(shape) - 2, -1, -1):
         strides[d] = strides[d + 1] * max(shape[d + 1], 1)
     return tuple(strides)
+
+
+def copy_into(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """As `tensor.copy_(values)`, also for an expanded tensor, whose elements share memory."""
+    for dim, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
+        if stride == 0 and size > 1:
+            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    tensor.copy_(values)

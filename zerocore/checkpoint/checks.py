@@ -7,6 +7,16 @@ from collections.abc import Iterable
 from zerocore.checkpoint.format import Catalog
 from zerocore.checkpoint.placement import Stored
 from zerocore.optimizer_places import some_of
+from zerocore.runtime import Sharded
+
+
+def require_own_values(models: Iterable[Sharded], caller: str) -> None:
+    """Raises RuntimeError for models that show an average in place of their parameters."""
+    if any(sharded.shows_average for sharded in models):
+        raise RuntimeError(
+            f"{caller}: expected a call outside of zerocore.EMA.applied(), where the model has its "
+            "own parameters, got it inside"
+        )
 
 
 def prefix_of(catalog: Catalog, tensors: Iterable[Stored]) -> str:

@@ -18,6 +18,7 @@ import secrets
 import shutil
 import socket
 import time
+import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from zerocore.checkpoint.files import Sum, sync_directory, write_durably
-from zerocore.checkpoint.format import METADATA
+from zerocore.checkpoint.format import METADATA, Catalog
 
 MARKER = "zerocore.json"
 FORMAT = 1
@@ -69,13 +70,21 @@ class Marker:
             raise ValueError(f"expected a marker of zerocore, got damaged text ({error})") from None
         if not intact:
             raise ValueError("expected a marker of zerocore, got one whose checksum is wrong")
-        if body["format"] != FORMAT:
+        if body.get("format") != FORMAT:
             raise ValueError(
-                f"expected a checkpoint of format {FORMAT}, got format {body['format']}, of "
+                f"expected a checkpoint of format {FORMAT}, got format {body.get('format')}, of "
                 "another version of zerocore"
             )
-        files = {name: Sum(*values) for name, values in body["files"].items()}
-        return Marker(files, body["world"], body["saved"], body["about"])
+        try:
+            files = {name: Sum(*values) for name, values in body["files"].items()}
+            marker = Marker(files, body["world"], body["saved"], body["about"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"expected a marker of zerocore, got one without {error}") from None
+        if METADATA not in files:
+            raise ValueError(
+                f"expected a marker of zerocore that names {METADATA}, got one without"
+            )
+        return marker
 
 
 def _canonical(body: Mapping[str, Any]) -> bytes:
@@ -145,7 +154,12 @@ def _beside(path: Path) -> Path:
 
 
 def require_free(path: Path) -> None:
-    """Raises FileExistsError if there is something at `path`."""
+    """Raises FileExistsError if there is something at `path`, ValueError for a reserved name."""
+    if is_temporary(path):
+        raise ValueError(
+            f"expected a name of a checkpoint, got {path.name!r}, which is how unfinished ones are "
+            "called"
+        )
     if os.path.lexists(path):
         raise FileExistsError(
             f"expected a path where nothing is, got {path}, which exists; checkpoints are not "
@@ -199,6 +213,48 @@ def read_marker(path: Path) -> Marker | None:
     return Marker.parse(contents)
 
 
+def require_intact(path: Path, catalog: Catalog, metadata: bytes) -> None:
+    """Compares a checkpoint with its marker, but for the contents of large files.
+
+    Args:
+        metadata: what the file METADATA has.
+
+    Raises:
+        ValueError: if it is damaged or not complete.
+    """
+    marker = read_marker(path)
+    if marker is None:
+        if "zerocore.format" in catalog:
+            raise ValueError(
+                f"expected the file {path / MARKER}, got a checkpoint of zerocore without it, "
+                "which is not complete"
+            )
+        for name, size in catalog.files().items():
+            require_size(path / name, size, at_least=True)
+        return
+    for name, expected in marker.files.items():
+        require_size(path / name, expected.bytes)
+    if zlib.crc32(metadata) != marker.files[METADATA].crc32:
+        raise ValueError(
+            f"expected {path / METADATA} with the CRC-32 {marker.files[METADATA].crc32:08x}, got "
+            f"{zlib.crc32(metadata):08x}; the checkpoint is damaged"
+        )
+
+
+def require_size(path: Path, expected: int, at_least: bool = False) -> None:
+    """Raises ValueError for a file of another size."""
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        raise ValueError(
+            f"expected the file {path}, got {error}; the checkpoint is damaged"
+        ) from None
+    if found < expected or (found > expected and not at_least):
+        raise ValueError(
+            f"expected {expected} bytes in {path}, got {found}; the checkpoint is damaged"
+        )
+
+
 def complete(directory: Path) -> list[tuple[Path, Marker]]:
     """The complete checkpoints of zerocore in a directory, oldest first.
 
@@ -225,7 +281,13 @@ def remove_older(path: Path, keep: int) -> None:
     found = [other for other, _ in complete(path.parent) if other != path]
     for other in found[: max(0, len(found) - (keep - 1))]:
         gone = _beside(other)  # half of it must never be taken for a checkpoint
-        other.rename(gone)
+        try:
+            other.rename(gone)
+        except FileNotFoundError:
+            continue  # somebody else keeps this directory short too
+        except OSError as error:  # the new checkpoint is complete all the same
+            warnings.warn(f"zerocore.save: keep: {other} cannot be removed: {error}", stacklevel=2)
+            continue
         shutil.rmtree(gone, ignore_errors=True)
 
 

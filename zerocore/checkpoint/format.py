@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 Path = tuple[str | int, ...]  # in nested dicts and lists; joined by dots it is a key
 
 METADATA = ".metadata"  # the name of the file
+OWN_BUFFERS = ("zerocore", "buffers")  # path of ranks' buffers that are not the first rank's
 
 
 class Saved(NamedTuple):

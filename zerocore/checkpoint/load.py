@@ -13,12 +13,24 @@ from torch import nn
 
 from zerocore import registry
 from zerocore.checkpoint import background, values
-from zerocore.checkpoint.checks import found_keys, prefix_of, require_whole
-from zerocore.checkpoint.directory import MARKER, Marker, is_temporary, read_marker
+from zerocore.checkpoint.checks import (
+    found_keys,
+    prefix_of,
+    require_own_values,
+    require_whole,
+)
+from zerocore.checkpoint.directory import (
+    MARKER,
+    Marker,
+    is_temporary,
+    read_marker,
+    require_intact,
+    require_size,
+)
 from zerocore.checkpoint.files import Progress, Sum, read_shards, sum_file
-from zerocore.checkpoint.format import METADATA, Catalog
+from zerocore.checkpoint.format import METADATA, OWN_BUFFERS, Catalog, key_of
 from zerocore.checkpoint.model_contents import ModelContents, bring_to_rest
-from zerocore.checkpoint.optimizer_contents import OptimizerTarget
+from zerocore.checkpoint.optimizer_contents import OptimizerTarget, kind_of
 from zerocore.checkpoint.placement import shard_of
 from zerocore.checkpoint.shards import FlatShard
 from zerocore.checkpoint.together import Together
@@ -66,7 +78,8 @@ def load(
     background.wait()  # it uses the same group
     together = Together(caller, models)
     directory = FilePath(os.path.abspath(os.fspath(path)))
-    marker = _opened(together, directory, models)
+    kind = kind_of(optimizer) if optimizer is not None else "none"
+    marker = _opened(together, directory, models, kind)
     catalog = _verified(together, directory, marker)
 
     plan, _ = together.agree(
@@ -84,7 +97,7 @@ class _Plan:
     """What is to be loaded, checked; nothing has changed yet.
 
     Attributes:
-        contents, objects: of the model; its extra states.
+        contents, objects, buffers: of the model; its extra states; buffers that are this rank's.
         shards: where elements go, by key.
         target: of the optimizer.
         extra: values of the user's, of which averages are in `shards` too.
@@ -94,6 +107,7 @@ class _Plan:
 
     contents: ModelContents
     objects: dict[str, Any]
+    buffers: dict[str, torch.Tensor]
     shards: dict[str, FlatShard]
     target: OptimizerTarget | None
     extra: dict[str, Any]
@@ -103,7 +117,7 @@ class _Plan:
 
     def finish(self) -> None:
         """To be called when `shards` are read."""
-        self.contents.loaded(self.objects)
+        self.contents.loaded(self.objects, self.buffers)
         if self.target is not None:
             self.target.loaded()
         if self.random is not None:
@@ -132,20 +146,25 @@ def _planned(
     shards |= parts
     require_whole(catalog, shards)
     random = _random_of(catalog, marker, together)
+    buffers, others = _own_buffers(catalog, contents, marker, together)
+    left_out += others
+    extra |= averages
     device = models[0].device
-    return _Plan(contents, objects, shards, target, extra | averages, left_out, random, device)
+    return _Plan(contents, objects, buffers, shards, target, extra, left_out, random, device)
 
 
-def _opened(together: Together, directory: FilePath, models: list[Sharded]) -> Marker | None:
-    """The marker of a directory; None if it is one of others."""
+def _opened(
+    together: Together, directory: FilePath, models: list[Sharded], kind: str
+) -> Marker | None:
+    """The marker of a directory; None if it is one of others.
+
+    Args:
+        kind: of the optimizer.
+    """
 
     def open_() -> tuple[Marker | None, Any]:
         bring_to_rest(models, together.caller)
-        if any(sharded.shows_average for sharded in models):
-            raise RuntimeError(
-                f"{together.caller}: expected a call outside of zerocore.EMA.applied(), where the "
-                "model has its own parameters, got it inside"
-            )
+        require_own_values(models, together.caller)
         if not directory.is_dir():
             raise FileNotFoundError(
                 f"{together.caller}: expected a checkpoint, got {directory}, where no directory is"
@@ -157,26 +176,13 @@ def _opened(together: Together, directory: FilePath, models: list[Sharded]) -> M
                 f"{MARKER!r} nor {METADATA!r}, or was never finished"
             )
         for name, expected in marker.files.items() if marker else ():
-            _require_size(directory / name, expected.bytes)
+            require_size(directory / name, expected.bytes)
         told = [("path", str(directory)), ("marker", repr(marker))]
-        return marker, told
+        return marker, [*told, ("optimizer", kind)]
 
     marker, everyone = together.agree(open_)
     together.require_same(everyone)
     return marker
-
-
-def _require_size(path: FilePath, expected: int, at_least: bool = False) -> None:
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        raise ValueError(
-            f"expected the file {path}, got {error}; the checkpoint is damaged"
-        ) from None
-    if found < expected or (found > expected and not at_least):
-        raise ValueError(
-            f"expected {expected} bytes in {path}, got {found}; the checkpoint is damaged"
-        )
 
 
 def _verified(together: Together, directory: FilePath, marker: Marker | None) -> Catalog:
@@ -198,14 +204,7 @@ def _verified(together: Together, directory: FilePath, marker: Marker | None) ->
     def read() -> tuple[Catalog, None]:
         contents = (directory / METADATA).read_bytes()
         catalog = Catalog(directory, contents)
-        if marker is None:
-            if "zerocore.format" in catalog:
-                raise ValueError(
-                    f"expected the file {directory / MARKER}, got a checkpoint of zerocore without "
-                    "it, which is not complete"
-                )
-            for name, size in catalog.files().items():
-                _require_size(directory / name, size, at_least=True)
+        require_intact(directory, catalog, contents)
         return catalog, None
 
     catalog, _ = together.agree(read)
@@ -239,6 +238,31 @@ def _extra_of(
             elif int(index) == together.index:
                 extra[name] = values.unpacked(name, catalog.read(key))
     return extra, sorted(left_out)
+
+
+def _own_buffers(
+    catalog: Catalog, contents: ModelContents, marker: Marker | None, together: Together
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Buffers of this rank that differ from the first rank's; names of those of other ranks."""
+    prefix = key_of(OWN_BUFFERS) + "."
+    keys = [key for key in catalog.keys() if key.startswith(prefix)] if marker else []
+    places = [key.removeprefix(prefix).partition(".") for key in keys]
+    if marker is None or marker.world != len(together.ranks):
+        return {}, sorted({name for _, _, name in places})
+    own: dict[str, torch.Tensor] = {}
+    for key, (index, _, name) in zip(keys, places, strict=True):
+        if int(index) == together.index and name in contents.buffers:
+            own[name] = values.unpacked(name, catalog.read(key))
+            _require_like(name, own[name], contents.buffers[name])
+    return own, []
+
+
+def _require_like(name: str, saved: torch.Tensor, own: torch.Tensor) -> None:
+    if (saved.shape, saved.dtype) != (own.shape, own.dtype):
+        raise ValueError(
+            f"expected the buffer {name!r} with the shape {tuple(own.shape)} in {own.dtype}, got "
+            f"{tuple(saved.shape)} in {saved.dtype}"
+        )
 
 
 def _averages_of(

@@ -20,6 +20,7 @@ from zerocore.checkpoint.placement import (
 )
 from zerocore.checkpoint.shards import FlatShard
 from zerocore.runtime import Sharded
+from zerocore.strides import copy_into
 
 _EXTRA_STATE = "_extra_state"  # as torch.nn.Module.state_dict() calls it
 
@@ -28,7 +29,9 @@ class ModelContents:
     """What checkpoints have of a model: parameters, persistent buffers and extra states.
 
     Sharded parameters are views of the shards, in the shard's dtype (the fp32 masters under mixed
-    precision): what is written there is loaded. Of other tensors the first rank's are saved.
+    precision): what is written there is loaded. Of other tensors the first rank's are saved; of
+    buffers, which training may change on each rank by itself, `buffers` are saved besides where
+    they differ.
 
     Args:
         model: with at least one sharded model in it.
@@ -37,6 +40,7 @@ class ModelContents:
     Attributes:
         tensors: one for each different tensor.
         objects: extra states by name, of modules that have some.
+        buffers: this rank's persistent buffers, by name.
 
     Raises:
         NotImplementedError: for a DTensor that is not sharded by zerocore.
@@ -49,6 +53,7 @@ class ModelContents:
         self._copy = copy_of_plain(first)
         self._write_back: list[tuple[torch.Tensor, torch.Tensor]] = []  # from, to
         self._buffers: list[tuple[list[tuple[nn.Module, str]], torch.Tensor]] = []
+        self.buffers: dict[str, torch.Tensor] = {}
         self.tensors = [*self._parameters(), *self._persistent_buffers()]
         self.objects: dict[str, Any] = {
             f"{path}.{_EXTRA_STATE}" if path else _EXTRA_STATE: module.get_extra_state()
@@ -90,7 +95,8 @@ class ModelContents:
             if values is None:
                 values = plain_tensor(names[0], module._buffers[name]).clone()
             shard = FlatShard.of(values)
-            self._buffers.append(([(m, n) for _, m, n in places], _shaped(shard)))
+            self.buffers[names[0]] = _shaped(shard)
+            self._buffers.append(([(m, n) for _, m, n in places], self.buffers[names[0]]))
             yield Stored(names, shard, self._copy)
 
     def _with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
@@ -99,20 +105,23 @@ class ModelContents:
                 yield path, module
 
     @torch.no_grad()
-    def loaded(self, objects: dict[str, Any]) -> None:
+    def loaded(self, objects: dict[str, Any], buffers: dict[str, torch.Tensor]) -> None:
         """To be called when `tensors` have been written to: brings the runtime up to date.
 
         Args:
             objects: the extra states that were saved.
+            buffers: this rank's values of buffers that differed between ranks.
         """
+        for name, own in buffers.items():
+            self.buffers[name].copy_(own)
         for source, target in self._write_back:
-            target.copy_(source)
+            copy_into(target, source)
         for places, values in self._buffers:
             for module, name in places:
                 shown, source = module._buffers[name], values
                 for sharded in self._models:
                     source = sharded.buffers.load(module, name, source)
-                shown.copy_(source)
+                copy_into(shown, source)
         for path, module in self._with_extra_state():
             module.set_extra_state(objects[f"{path}.{_EXTRA_STATE}" if path else _EXTRA_STATE])
         for sharded in self._models:

@@ -18,6 +18,7 @@ from zerocore.checkpoint.placement import Stored, copies_of, copy_of_plain, shar
 from zerocore.checkpoint.shards import FlatShard
 from zerocore.optim import AdamW
 from zerocore.optimizer_places import (
+    NO_OPTIONS,
     Fact,
     Place,
     check_adamw,
@@ -33,6 +34,19 @@ from zerocore.runtime import Sharded
 from zerocore.strides import row_major
 
 _STATE, _GROUPS = "optim.state.", "optim.param_groups."
+_KIND = ("zerocore", "optimizer")
+# Options that older versions of torch.optim did not have, or a scheduler adds.
+_LATER_OPTIONS = (
+    "initial_lr",
+    "amsgrad",
+    "capturable",
+    "decoupled_weight_decay",
+    "differentiable",
+    "foreach",
+    "fused",
+    "maximize",
+    "nesterov",
+)
 
 
 class OptimizerContents:
@@ -43,6 +57,7 @@ class OptimizerContents:
 
     Attributes:
         facts: what has to be the same on all ranks, for `split`.
+        options: of the param groups.
 
     Raises:
         ValueError: for a parameter of the optimizer that is not in the model.
@@ -62,7 +77,8 @@ class OptimizerContents:
         self._places = places_of(model, optimizer, caller)
         self._members = list(itertools.chain.from_iterable(self._places))
         self._held = {p.name: dict(optimizer.state.get(p.param, {})) for p in self._members}
-        self._options = group_options(optimizer)
+        self.options = group_options(optimizer)
+        self._kind = kind_of(optimizer)
         self.facts = [
             fact for sharded in models for fact in facts_of(self._members, self._held, sharded)
         ]
@@ -97,11 +113,19 @@ class OptimizerContents:
                     tensors[path] = Stored((key_of(path),), shard, *copies)
                 else:
                     add(path, value)
-        for index, (group, options) in enumerate(zip(self._places, self._options, strict=True)):
+        for index, (group, options) in enumerate(zip(self._places, self.options, strict=True)):
             options = options | {"params": [place.name for place in group]}
             for option, value in options.items():
                 add(("optim", "param_groups", index, option), value)
+        if self._copy is not None:
+            objects[_KIND] = self._kind
         return tensors, objects
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """The same for optimizers that can take over each other's state."""
+    name = type(optimizer).__name__
+    return "Adam" if name == "AdamW" else name  # ours and torch's
 
 
 def _shard_of_state(place: Place, value: torch.Tensor) -> FlatShard:
@@ -133,6 +157,7 @@ class OptimizerTarget:
         by_name = {p.name: p for p in itertools.chain.from_iterable(self._places)}
         keys = _keys_by_name(catalog)
         groups = _saved_groups(catalog, caller)
+        _require_kind(optimizer, catalog, groups, caller)
         self._options = matched_groups(caller, self._places, groups)
         unknown = set(keys) - set(by_name)
         if unknown:
@@ -181,6 +206,24 @@ class OptimizerTarget:
     def loaded(self) -> None:
         """To be called when `tensors` have been written to: the optimizer takes them over."""
         replace_state(self._optimizer, self._places, self._options, self._parts, self._scalar)
+
+
+def _require_kind(
+    optimizer: torch.optim.Optimizer, catalog: Catalog, groups: list[dict[str, Any]], caller: str
+) -> None:
+    """Refuses the state of another kind of optimizer, which torch would fail on, or not notice."""
+    kind, key = kind_of(optimizer), key_of(_KIND)
+    saved = catalog.read(key) if key in catalog else None
+    missing: set[str] = set()
+    if saved is None and not isinstance(optimizer, AdamW):
+        needed = set(optimizer.param_groups[0]) - {*NO_OPTIONS, *_LATER_OPTIONS}
+        missing = needed - set(groups[0])
+    if saved not in (None, kind) or missing:
+        found = saved or f"one without {some_of(missing)}"
+        raise ValueError(
+            f"{caller}: expected the state of an optimizer like {kind}, got {found} in "
+            f"{catalog.path}; load it without an optimizer"
+        )
 
 
 def _keys_by_name(catalog: Catalog) -> dict[str, list[str]]:

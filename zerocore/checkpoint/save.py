@@ -16,9 +16,10 @@ from torch import nn
 from zerocore import _C, registry
 from zerocore.checkpoint import background, values
 from zerocore.checkpoint.background import Saving
+from zerocore.checkpoint.checks import require_own_values
 from zerocore.checkpoint.directory import Temporary, remove_older, remove_stale, require_free
 from zerocore.checkpoint.files import Progress, Sum, Writer
-from zerocore.checkpoint.format import Path, make_metadata
+from zerocore.checkpoint.format import OWN_BUFFERS, Path, make_metadata
 from zerocore.checkpoint.model_contents import ModelContents, bring_to_rest
 from zerocore.checkpoint.optimizer_contents import OptimizerContents
 from zerocore.checkpoint.placement import Stored, copies_of, shard_of
@@ -72,8 +73,9 @@ def save(
     `model.<name>`, `optim.state.<name>.<key>`, `optim.param_groups.<i>.<option>`. `zerocore.load`
     reads it at any stage and on any number of ranks; FSDP2 and plain PyTorch read it with
     torch.distributed.checkpoint.load into `{"model": ..., "optim": ...}`. Every rank writes a part,
-    from where the data is. Of buffers, which are local to each rank, the first rank's are saved.
-    Random states of all ranks (Python, NumPy, torch, device) are saved too.
+    from where the data is. Buffers are local to each rank: where they differ, others read the first
+    rank's, and `zerocore.load` gives each rank its own on the same number of ranks. Random states
+    of all ranks (Python, NumPy, torch, device) are saved too.
 
     Nothing has the name `path` before everything is durable; on any error it is never made, on all
     ranks, and other checkpoints are as they were. Unfinished directories of dead processes of this
@@ -107,7 +109,8 @@ def save(
     background.wait()  # it uses the same group
     together = Together(caller, models)
     final = FilePath(os.path.abspath(os.fspath(path)))
-    contents = _collect(together, final, model, models, optimizer, keep, extra)
+    same = [("path", final), ("keep", keep), ("async_", async_)]
+    contents = _collect(together, final, model, models, optimizer, keep, extra, same)
     if not async_:
         _write(together, final, contents, keep)
         return FilePath(path)
@@ -123,13 +126,18 @@ def _collect(
     optimizer: torch.optim.Optimizer | None,
     keep: int | None,
     extra: dict[str, Any],
+    same: list[tuple[str, Any]],
 ) -> Contents:
-    """What this rank is to save. Raises, on all ranks, if any of them cannot."""
+    """What this rank is to save. Raises, on all ranks, if any of them cannot.
+
+    Args:
+        same: (name, value) of what has to be the same on all ranks.
+    """
     caller = together.caller
 
     def prepare() -> tuple[Any, Any]:
         background.require_saved()
-        if keep is not None and (not isinstance(keep, int) or keep < 1):
+        if keep is not None and (type(keep) is not int or keep < 1):
             raise ValueError(f"{caller}: keep: expected an integer of at least 1, got {keep!r}")
         for name in extra:
             if not name.isidentifier():
@@ -137,6 +145,10 @@ def _collect(
         if together.first:
             require_free(final)
         bring_to_rest(models, caller)
+        require_own_values(models, caller)
+        for sharded in models:
+            if sharded.unloaded is not None and (error := sharded.unloaded.error()) is not None:
+                raise error
         held = ModelContents(model, together.ranks[0])
         state, facts = None, []
         if optimizer is not None:
@@ -145,13 +157,16 @@ def _collect(
         for value in extra.values():
             if isinstance(value, EMA):
                 next(value.own_elements())  # outside of applied(), or it raises
-        same = [("path", final), ("keep", keep), ("optimizer", type(optimizer).__name__)]
-        same += [("extra", [(name, isinstance(extra[name], EMA)) for name in sorted(extra)])]
-        same += [(s.names[0], (tuple(s.shard.whole), s.shard.values.dtype)) for s in held.tensors]
-        return (held, state), ([(what, repr(value)) for what, value in same], facts)
+        prints = {name: values.fingerprint(buffer) for name, buffer in held.buffers.items()}
+        told = [*same, ("optimizer", type(optimizer).__name__)]
+        told += [("extra", [(name, isinstance(extra[name], EMA)) for name in sorted(extra)])]
+        told += [(s.names[0], (tuple(s.shard.whole), s.shard.values.dtype)) for s in held.tensors]
+        if state is not None:
+            told += [(f"param group {i}", options) for i, options in enumerate(state.options)]
+        return (held, state), ([(what, repr(value)) for what, value in told], facts, prints)
 
     (held, state), everyone = together.agree(prepare)
-    together.require_same([same for same, _ in everyone])
+    together.require_same([same for same, *_ in everyone])
     contents = Contents(about=_about(models))
     for stored in held.tensors:
         own, *others = [("model", name) for name in stored.names]
@@ -161,8 +176,13 @@ def _collect(
     if together.first:
         contents.objects |= {("model", name): v for name, v in held.objects.items()}
         contents.objects["zerocore", "format"] = 1
+    first_prints = everyone[0][2]
+    for name, buffer in held.buffers.items():
+        if everyone[together.index][2][name] != first_prints[name]:
+            path = (*OWN_BUFFERS, str(together.index), name)
+            contents.objects[path] = values.packed(name, buffer.cpu())
     if state is not None:
-        ranked = list(zip(together.ranks, (facts for _, facts in everyone), strict=True))
+        ranked = list(zip(together.ranks, (facts for _, facts, _ in everyone), strict=True))
         tensors, objects = state.split(ranked)
         contents.objects |= objects
         for path, stored in tensors.items():

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zerocore.checkpoint.directory import require_intact
 from zerocore.checkpoint.format import METADATA, Catalog
 from zerocore.convert.archive import Archive
 from zerocore.convert.entry import Entry, read_runs
@@ -34,7 +35,9 @@ class Checkpoint:
                 f"{'one' if directory.is_dir() else 'no directory'} without the file {METADATA}"
             )
         try:
-            self._catalog = Catalog(directory, path.read_bytes())
+            contents = path.read_bytes()
+            self._catalog = Catalog(directory, contents)
+            require_intact(directory, self._catalog, contents)
         except ValueError as error:
             raise RuntimeError(str(error)) from error
         self.paths = self._catalog.paths

@@ -13,7 +13,7 @@ from zerocore.checkpoint.files import Progress, Writer, write_durably
 from zerocore.checkpoint.format import METADATA, make_metadata
 from zerocore.convert.entry import Entry
 
-CHUNK_BYTES = 16 << 20  # of a tensor, saved as one: readers read all of it for any part of it
+CHUNK_BYTES = 8 << 20  # of a tensor, saved as one: readers read all of it for any part of it
 
 
 def write(folder: Path, items: Mapping[tuple[str | int, ...], Any]) -> None:
