@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import zerocore
 
-TIMEOUT = 8.0
+TIMEOUT = float(os.environ.get("DRILL_SECONDS", "8"))
 JOB = "transformer"
 
 

@@ -188,6 +188,9 @@ def _absent(states: _States, strangers: frozenset[int]) -> str | None:
     silent = [rank for rank, state in states.items() if state is None or state.status == "lost"]
     missing = [rank for rank in silent if rank in strangers]
     waiting = _what_others_wait_for(states, silent)
+    crashed = any(state and state.status == "crashed" for state in states.values())
+    if crashed and not any(states[rank] is None for rank in silent):
+        return None  # the logs that were cut off are the launcher's doing, once one had crashed
     if missing:
         return (
             f"{_ranks(missing)} never called zerocore.shard with these ranks{waiting}; call it on "
