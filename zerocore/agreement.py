@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -63,14 +65,21 @@ def agree(
     for rank, (theirs, _) in zip(order, everyone, strict=True):
         if theirs is not None:
             raise ValueError(f"zerocore.shard failed on rank {rank}: {theirs}")
-    reference = everyone[0][1]
-    for rank, (_, values) in zip(order, everyone, strict=True):
-        for i in range(max(len(reference), len(values))):
-            expected = reference[i] if i < len(reference) else ("nothing", "")
-            got = values[i] if i < len(values) else ("nothing", "")
+    require_same("zerocore.shard", order, [values for _, values in everyone])
+
+
+def require_same(
+    caller: str, ranks: Sequence[int], everyone: Sequence[Sequence[tuple[str, str]]]
+) -> None:
+    """Raises ValueError, on every rank, if two ranks have called with something different.
+
+    Args:
+        everyone: (what, value) pairs of each of the ranks.
+    """
+    for rank, values in zip(ranks, everyone, strict=True):
+        for expected, got in zip_longest(everyone[0], values, fillvalue=("nothing", "")):
             if expected != got:
                 raise ValueError(
-                    "zerocore.shard: expected the same call on every rank, got a difference: "
-                    f"rank {order[0]} has {expected[0]} {expected[1]}, rank {rank} has "
-                    f"{got[0]} {got[1]}"
+                    f"{caller}: expected the same call on every rank, got a difference: rank "
+                    f"{ranks[0]} has {' '.join(expected)}, rank {rank} has {' '.join(got)}"
                 )

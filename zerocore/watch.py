@@ -27,7 +27,7 @@ import time
 import weakref
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from zerocore.diagnosis import Raised, RankState, first_divergence
 from zerocore.journal import Circle, grace_of
@@ -61,22 +61,6 @@ def _install() -> None:
         before(kind, error, trace)
 
     sys.excepthook = crashed
-
-
-class Store(Protocol):
-    """What is used of a torch.distributed.Store."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
-
-    def get(self, key: str) -> bytes:
-        """The value of a key that is there."""
-
-    def set(self, key: str, value: str) -> None:
-        """Writes."""
-
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Writes if the key was not there; what is there now."""
 
 
 class Alarm:

@@ -61,7 +61,7 @@ class Transport {
   virtual std::optional<std::pair<double, double>> times(int64_t) const { return std::nullopt; }
 
   // The launch of a collective that the device is at, and the seconds since a call of this found it
-  // there first; nothing if it is at none. For one thread of its own.
+  // there first; nothing if it is at none. Any thread may ask.
   virtual std::optional<std::pair<int64_t, double>> under_way() { return std::nullopt; }
 
   // Memory that the network may read and write itself, registered by the process group (NCCL user

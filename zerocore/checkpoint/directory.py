@@ -213,16 +213,24 @@ def read_marker(path: Path) -> Marker | None:
     return Marker.parse(contents)
 
 
-def require_intact(path: Path, catalog: Catalog, metadata: bytes) -> None:
-    """Compares a checkpoint with its marker, but for the contents of large files.
+def open_catalog(path: Path) -> tuple[Catalog, Marker | None]:
+    """What a checkpoint has, compared with its marker but for the contents of large files.
 
-    Args:
-        metadata: what the file METADATA has.
+    Returns:
+        The marker is None for checkpoints of others.
 
     Raises:
         ValueError: if it is damaged or not complete.
+        OSError: if it cannot be read.
     """
     marker = read_marker(path)
+    for name, expected in marker.files.items() if marker else ():
+        _require_size(path / name, expected.bytes)
+    contents = (path / METADATA).read_bytes()
+    if marker is not None:
+        found = Sum(len(contents), zlib.crc32(contents))
+        require_sum(path / METADATA, found, marker.files[METADATA])
+    catalog = Catalog(path, contents)
     if marker is None:
         if "zerocore.format" in catalog:
             raise ValueError(
@@ -230,19 +238,20 @@ def require_intact(path: Path, catalog: Catalog, metadata: bytes) -> None:
                 "which is not complete"
             )
         for name, size in catalog.files().items():
-            require_size(path / name, size, at_least=True)
-        return
-    for name, expected in marker.files.items():
-        require_size(path / name, expected.bytes)
-    if zlib.crc32(metadata) != marker.files[METADATA].crc32:
+            _require_size(path / name, size, at_least=True)
+    return catalog, marker
+
+
+def require_sum(path: Path, found: Sum, expected: Sum) -> None:
+    """Raises ValueError for a file with another checksum."""
+    if found != expected:
         raise ValueError(
-            f"expected {path / METADATA} with the CRC-32 {marker.files[METADATA].crc32:08x}, got "
-            f"{zlib.crc32(metadata):08x}; the checkpoint is damaged"
+            f"expected {path} with the CRC-32 {expected.crc32:08x}, got {found.crc32:08x}; the "
+            "checkpoint is damaged"
         )
 
 
-def require_size(path: Path, expected: int, at_least: bool = False) -> None:
-    """Raises ValueError for a file of another size."""
+def _require_size(path: Path, expected: int, at_least: bool = False) -> None:
     try:
         found = path.stat().st_size
     except OSError as error:

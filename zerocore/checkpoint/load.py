@@ -23,11 +23,10 @@ from zerocore.checkpoint.directory import (
     MARKER,
     Marker,
     is_temporary,
-    read_marker,
-    require_intact,
-    require_size,
+    open_catalog,
+    require_sum,
 )
-from zerocore.checkpoint.files import Progress, Sum, read_shards, sum_file
+from zerocore.checkpoint.files import Progress, read_shards, sum_file
 from zerocore.checkpoint.format import METADATA, OWN_BUFFERS, Catalog, key_of
 from zerocore.checkpoint.model_contents import ModelContents, bring_to_rest
 from zerocore.checkpoint.optimizer_contents import OptimizerTarget, kind_of
@@ -79,8 +78,9 @@ def load(
     together = Together(caller, models)
     directory = FilePath(os.path.abspath(os.fspath(path)))
     kind = kind_of(optimizer) if optimizer is not None else "none"
-    marker = _opened(together, directory, models, kind)
-    catalog = _verified(together, directory, marker)
+    catalog, marker = _opened(together, directory, models, kind)
+    if marker is not None:
+        _verify(together, directory, marker)
 
     plan, _ = together.agree(
         lambda: (_planned(together, catalog, marker, model, models, optimizer), None)
@@ -155,38 +155,37 @@ def _planned(
 
 def _opened(
     together: Together, directory: FilePath, models: list[Sharded], kind: str
-) -> Marker | None:
-    """The marker of a directory; None if it is one of others.
+) -> tuple[Catalog, Marker | None]:
+    """What is in a directory, and its marker; None if it is one of others.
 
     Args:
         kind: of the optimizer.
     """
 
-    def open_() -> tuple[Marker | None, Any]:
+    def open_() -> tuple[tuple[Catalog, Marker | None], Any]:
         bring_to_rest(models, together.caller)
         require_own_values(models, together.caller)
         if not directory.is_dir():
             raise FileNotFoundError(
                 f"{together.caller}: expected a checkpoint, got {directory}, where no directory is"
             )
-        marker = read_marker(directory)
-        if is_temporary(directory) or not (marker or (directory / METADATA).is_file()):
+        found = any((directory / name).is_file() for name in (MARKER, METADATA))
+        if is_temporary(directory) or not found:
             raise ValueError(
                 f"{together.caller}: expected a checkpoint, got {directory}, which has neither "
                 f"{MARKER!r} nor {METADATA!r}, or was never finished"
             )
-        for name, expected in marker.files.items() if marker else ():
-            require_size(directory / name, expected.bytes)
-        told = [("path", str(directory)), ("marker", repr(marker))]
-        return marker, [*told, ("optimizer", kind)]
+        catalog, marker = open_catalog(directory)
+        told = [("path", str(directory)), ("marker", repr(marker)), ("optimizer", kind)]
+        return (catalog, marker), told
 
-    marker, everyone = together.agree(open_)
+    opened, everyone = together.agree(open_)
     together.require_same(everyone)
-    return marker
+    return opened
 
 
-def _verified(together: Together, directory: FilePath, marker: Marker | None) -> Catalog:
-    """What is in the directory, whose files are intact as far as that can be known."""
+def _verify(together: Together, directory: FilePath, marker: Marker) -> None:
+    """Compares all files with their checksums."""
 
     def verify(progress: Progress) -> None:
         # Largest first, to the rank with the least so far; the same on all ranks.
@@ -195,28 +194,9 @@ def _verified(together: Together, directory: FilePath, marker: Marker | None) ->
             index = load.index(min(load))
             load[index] += expected.bytes
             if index == together.index:
-                found = sum_file(directory / name, progress)
-                _require_sum(directory / name, found, expected)
+                require_sum(directory / name, sum_file(directory / name, progress), expected)
 
-    if marker is not None:
-        together.work(verify)
-
-    def read() -> tuple[Catalog, None]:
-        contents = (directory / METADATA).read_bytes()
-        catalog = Catalog(directory, contents)
-        require_intact(directory, catalog, contents)
-        return catalog, None
-
-    catalog, _ = together.agree(read)
-    return catalog
-
-
-def _require_sum(path: FilePath, found: Sum, expected: Sum) -> None:
-    if found != expected:
-        raise ValueError(
-            f"expected {path} with the CRC-32 {expected.crc32:08x}, got {found.crc32:08x}; the "
-            "checkpoint is damaged"
-        )
+    together.work(verify)
 
 
 def _extra_of(

@@ -154,9 +154,6 @@ def _collect(
         if optimizer is not None:
             state = OptimizerContents(model, models, optimizer, together.ranks[0], caller)
             facts = state.facts
-        for value in extra.values():
-            if isinstance(value, EMA):
-                next(value.own_elements())  # outside of applied(), or it raises
         prints = {name: values.fingerprint(buffer) for name, buffer in held.buffers.items()}
         told = [*same, ("optimizer", type(optimizer).__name__)]
         told += [("extra", [(name, isinstance(extra[name], EMA)) for name in sorted(extra)])]

@@ -10,6 +10,7 @@ import torch
 
 from zerocore import collectives, registry
 from zerocore import groups as process_groups
+from zerocore.agreement import require_same
 from zerocore.checkpoint.files import Progress
 from zerocore.runtime import Sharded
 from zerocore.world import this_rank
@@ -67,15 +68,7 @@ class Together:
         Args:
             everyone: (what, value) pairs of every rank, by index.
         """
-        for rank, facts in zip(self.ranks, everyone, strict=True):
-            if facts == everyone[0]:
-                continue
-            pairs = zip(everyone[0], facts, strict=False)
-            expected, got = next((pair for pair in pairs if pair[0] != pair[1]), ("more", "less"))
-            raise ValueError(
-                f"{self.caller}: expected the same call on every rank, got a difference: rank "
-                f"{self.ranks[0]} has {expected}, rank {rank} has {got}"
-            )
+        require_same(self.caller, self.ranks, everyone)
 
     def to_first(self, value: Any) -> list[Any]:
         """Every rank's value, by index, on the first rank; nothing on others. A collective."""

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerocore.checkpoint.directory import require_intact
-from zerocore.checkpoint.format import METADATA, Catalog
+from zerocore.checkpoint.directory import open_catalog
+from zerocore.checkpoint.format import METADATA
 from zerocore.convert.archive import Archive
 from zerocore.convert.entry import Entry, read_runs
 
@@ -35,9 +35,7 @@ class Checkpoint:
                 f"{'one' if directory.is_dir() else 'no directory'} without the file {METADATA}"
             )
         try:
-            contents = path.read_bytes()
-            self._catalog = Catalog(directory, contents)
-            require_intact(directory, self._catalog, contents)
+            self._catalog, _ = open_catalog(directory)
         except ValueError as error:
             raise RuntimeError(str(error)) from error
         self.paths = self._catalog.paths
