@@ -5,11 +5,13 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "build_info.h"
 #include "failure_bindings.h"
 #include "ops/bindings.h"
+#include "runtime/rehearsal.h"
 #include "runtime/runtime.h"
 
 namespace py = pybind11;
@@ -196,6 +198,11 @@ void bind_runtime(py::module_& m) {
            [](Runtime& self) {
              return std::make_pair(self.windows().leased(), self.windows().peak());
            })
+      // Bytes that the pools of windows and of messages have and nobody uses.
+      .def("kept",
+           [](Runtime& self) {
+             return std::make_pair(self.windows().kept(), self.messages().kept());
+           })
       .def("reset_stats", [](Runtime& self) {
         self.log().reset();
         self.windows().reset_peak();
@@ -224,6 +231,33 @@ void bind_memory(py::module_& m) {
       },
       py::arg("tensor"), py::arg("source"),
       "Makes a tensor show what another one shows, memory and geometry; it stays the same object.");
+}
+
+// The scheduler without a model, for plans.
+void bind_rehearsal(py::module_& m) {
+  py::class_<Rehearsal>(m, "Rehearsal")
+      .def(py::init<std::vector<int64_t>, int, bool, int64_t, int64_t>(), py::kw_only(),
+           py::arg("bytes"), py::arg("prefetch"), py::arg("persistent"), py::arg("launch_bytes"),
+           py::arg("budget"))
+      .def("begin_pass", [](Rehearsal& self) { self.scheduler().begin_pass(/*gradients=*/true); })
+      .def("end_pass",
+           [](Rehearsal& self) {
+             self.scheduler().end_pass();
+             self.scheduler().release_all();
+           })
+      .def("invalidate", [](Rehearsal& self, int unit) { self.scheduler().invalidate(unit); })
+      .def("start_all", [](Rehearsal& self) { self.scheduler().start_all(); })
+      .def("demand", [](Rehearsal& self, int unit) { self.scheduler().demand(unit); })
+      .def("keep", [](Rehearsal& self, int unit) { self.scheduler().keep(unit); })
+      .def("release", [](Rehearsal& self, int unit) { self.scheduler().release(unit); })
+      // (event, unit) pairs; see Rehearsal::Step.
+      .def("take",
+           [](Rehearsal& self) {
+             std::vector<std::pair<std::string, int>> steps;
+             for (const auto& [event, unit] : self.take()) steps.emplace_back(event, unit);
+             return steps;
+           })
+      .def_property_readonly("peak", &Rehearsal::peak);
 }
 
 // For the tests that show each wait between streams to be needed.
@@ -259,5 +293,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   zerocore::bind_failures(m);
   zerocore::bind_runtime(m);
   zerocore::bind_memory(m);
+  zerocore::bind_rehearsal(m);
   zerocore::bind_waits(m);
 }

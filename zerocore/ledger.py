@@ -1,7 +1,8 @@
-"""Which bytes this rank holds: by category and dtype, measured."""
+"""Which bytes this rank holds: by category and dtype, predicted and measured."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -9,18 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
+from zerocore.planner import live
+from zerocore.planner.holding import CATEGORIES, Holding, total
+
 if TYPE_CHECKING:
     from zerocore.runtime import Sharded
-
-CATEGORIES = ("parameters", "master", "gradients", "moments", "buffers", "windows")
-
-
-class Holding(NamedTuple):
-    """Memory of one category and dtype."""
-
-    category: str
-    dtype: torch.dtype | None  # None: of several dtypes
-    bytes: int
 
 
 class Row(NamedTuple):
@@ -30,6 +24,14 @@ class Row(NamedTuple):
     dtype: torch.dtype | None  # None: of several dtypes
     bytes: int
     bytes_per_parameter: float  # over the parameters of the whole model, not of this rank's part
+    predicted: int  # by the shapes, the stage and the number of ranks; between two steps
+
+
+class Outside(NamedTuple):
+    """Memory that is no state of the model."""
+
+    name: str
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,23 @@ class Ledger:
     the values kept aside under `MixedPrecision(buffer=...)`. windows: leased now, by stage 3.
 
     Attributes:
-        rows: one for each category and dtype that has bytes, in the order above.
+        rows: one for each category and dtype that has bytes or should have, in the order above.
         parameters: elements of the whole model's parameters, without padding.
         windows_peak: most bytes of windows at once since `zerocore.stats(model).reset()`.
+        windows_peak_predicted: of a step that calls the units in the order of registration.
+        differences: why measured bytes are not the predicted ones, a line for each category.
+        outside: what else the process has: memory that zerocore keeps for its next windows and
+            messages; on a GPU or NPU what is allocated besides (activations, temporaries, other
+            tensors), and what its allocator has reserved and not given out; on the CPU all other
+            resident memory.
     """
 
     rows: tuple[Row, ...]
     parameters: int
     windows_peak: int
+    windows_peak_predicted: int
+    differences: tuple[str, ...]
+    outside: tuple[Outside, ...]
 
     @classmethod
     def of(
@@ -62,18 +73,31 @@ class Ledger:
         """Counts what the sharded models in `model`, its buffers and the optimizer hold now."""
         parameters = sum(sum(sharded.elements) for sharded in models)
         found = [*holdings(models, optimizer), *_buffers(model, models), *_windows(models)]
-        total: dict[tuple[str, torch.dtype | None], int] = {}
-        for category, dtype, size in sorted(found, key=lambda h: CATEGORIES.index(h.category)):
-            if size > 0:
-                total[category, dtype] = total.get((category, dtype), 0) + size
-        rows = (Row(*key, size, size / max(parameters, 1)) for key, size in total.items())
-        peak = sum(sharded.core.windows()[1] for sharded in models)
-        return cls(tuple(rows), parameters, peak)
+        measured, expected = total(found), total(live.predicted(models, optimizer))
+        keys = sorted({**expected, **measured}, key=lambda key: CATEGORIES.index(key[0]))
+        rows = tuple(
+            Row(*key, size, size / max(parameters, 1), expected.get(key, 0))
+            for key in keys
+            for size in (measured.get(key, 0),)
+        )
+        return cls(
+            rows,
+            parameters,
+            sum(sharded.core.windows()[1] for sharded in models),
+            live.windows_peak(models),
+            tuple(_differences(rows, optimizer)),
+            tuple(_outside(models, sum(row.bytes for row in rows))),
+        )
 
     @property
     def total(self) -> int:
         """Bytes held now, over all categories."""
         return sum(row.bytes for row in self.rows)
+
+    @property
+    def predicted(self) -> int:
+        """Bytes that should be held between two steps, over all categories."""
+        return sum(row.predicted for row in self.rows)
 
     def bytes_of(self, category: str) -> int:
         """Bytes of one category, over all dtypes.
@@ -86,17 +110,82 @@ class Ledger:
         return sum(row.bytes for row in self.rows if row.category == category)
 
     def __repr__(self) -> str:
-        lines = [("category", "dtype", "bytes", "bytes per parameter")]
-        for category, dtype, size, each in self.rows:
+        lines = [("category", "dtype", "predicted", "measured", "bytes per parameter")]
+        for category, dtype, size, each, expected in self.rows:
             name = "several" if dtype is None else str(dtype).removeprefix("torch.")
-            lines.append((category, name, f"{size:,}", f"{each:.3f}"))
-        for what, size in (("total", self.total), ("peak of windows", self.windows_peak)):
-            lines.append((what, "", f"{size:,}", f"{size / max(self.parameters, 1):.3f}"))
-        left, dtype, size, each = (max(map(len, column)) for column in zip(*lines, strict=True))
-        table = [f"{a:<{left}}  {b:<{dtype}}  {c:>{size}}  {d:>{each}}" for a, b, c, d in lines]
+            lines.append((category, name, f"{expected:,}", f"{size:,}", f"{each:.3f}"))
+        for what, expected, size in (
+            ("total", self.predicted, self.total),
+            ("peak of windows", self.windows_peak_predicted, self.windows_peak),
+        ):
+            each = size / max(self.parameters, 1)
+            lines.append((what, "", f"{expected:,}", f"{size:,}", f"{each:.3f}"))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        table = [
+            "  ".join(
+                f"{cell:<{width}}" if i < 2 else f"{cell:>{width}}"
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            )
+            for line in lines
+        ]
         rule = "-" * len(table[0])
         first = f"held by this rank, of {self.parameters:,} parameters"
-        return "\n".join([first, table[0], rule, *table[1:-2], rule, *table[-2:]])
+        text = [first, table[0], rule, *table[1:-2], rule, *table[-2:]]
+        if self.differences:
+            text += ["", "not as predicted:", *(f"  {line}" for line in self.differences)]
+        text += ["", "in this process besides:"]
+        text += [f"  {name}: {size:,} bytes" for name, size in self.outside]
+        return "\n".join(text)
+
+
+def _differences(rows: Sequence[Row], optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
+    for category in CATEGORIES:
+        own = [row for row in rows if row.category == category]
+        measured, expected = sum(r.bytes for r in own), sum(r.predicted for r in own)
+        if measured != expected:
+            reason = _reason(category, measured - expected, measured, optimizer)
+            yield f"{category} {measured - expected:+,} bytes: {reason}"
+
+
+def _reason(
+    category: str, more: int, measured: int, optimizer: torch.optim.Optimizer | None
+) -> str:
+    if category == "gradients" and more < 0:
+        return "no backward has reduced them all, or they were cleared on a device"
+    if category == "gradients":
+        return "full local gradients wait for their reduction (zerocore.no_sync)"
+    if category == "moments" and not live.knows(optimizer):
+        return f"it is not known what {type(optimizer).__name__} keeps for each parameter"
+    if category == "moments":
+        return "made by the first step" if measured == 0 else "not all parameters were stepped"
+    if category == "buffers":
+        return "buffers were added, taken away or replaced since zerocore.shard"
+    if category == "windows":
+        return "a forward or backward is under way, or parameters are gathered"
+    return "parameters were added, frozen or replaced since zerocore.shard"
+
+
+def _outside(models: Sequence[Sharded], held: int) -> Iterator[Outside]:
+    kept = sum(size for sharded in models for size in sharded.core.kept())
+    yield Outside("kept by zerocore for the next windows and messages", kept)
+    device = models[0].device
+    if device.type == "cpu":
+        rest = _resident_bytes() - held - kept
+        yield Outside(
+            "rest of the process (activations, temporaries, interpreter, libraries)", max(0, rest)
+        )
+        return
+    memory = torch.get_device_module(device)
+    allocated, reserved = memory.memory_allocated(device), memory.memory_reserved(device)
+    rest = max(0, allocated - held - kept)
+    yield Outside(f"allocated on {device} (activations, temporaries, other tensors)", rest)
+    yield Outside(f"reserved by the allocator of {device} and not given out", reserved - allocated)
+
+
+def _resident_bytes() -> int:
+    """Of this process, as Linux counts them."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def holdings(

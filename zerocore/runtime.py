@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from zerocore import _C, policy, registry
 from zerocore.buffers import Buffers
 from zerocore.collectives import exchange
 from zerocore.groups import Groups, reserve_channels
+from zerocore.planner.sizes import ModelSizes
 from zerocore.policy import Lifetimes, MixedPrecision
 from zerocore.strides import memory_strides
 from zerocore.tensor_parallel import TensorParallel
@@ -117,6 +119,7 @@ class Sharded:
         groups: the process groups.
         device: that of the parameters.
         options: as given to `zerocore.shard`.
+        sizes: shapes and dtypes of parameters and buffers before this.
         units, elements: name and number of elements of each unit; unit 0 is the root.
         flats: the parameters of each flat buffer of each unit.
         trainable: whether those of each were, when they were sharded.
@@ -141,6 +144,9 @@ class Sharded:
         self.groups = groups
         self.device = device
         self.options = options
+        buffers = [b for m in registry.own_modules(model) for b in m.buffers(recurse=False)]
+        buffers = [b.to_local() if isinstance(b, DTensor) else b for b in buffers]
+        self.sizes = ModelSizes.of_plans(model, plans, buffers)
         self.units = [plan.name for plan in plans]
         self.elements = [sum(p.numel() for _, p in plan.params) for plan in plans]
         self.flats: list[list[list[nn.Parameter]]] = []

@@ -115,6 +115,7 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   Gradients& gradients(int unit, int index) { return *units_.at(unit)->gradients.at(index); }
   Log& log() { return *log_; }
   Pool& windows() { return windows_->pool(); }
+  Pool& messages() { return buffers_->pool(); }
   Transport& transport() { return *transport_; }
   const Streams& streams() const { return streams_; }
 

@@ -1,0 +1,247 @@
+"""Which stage, groups, units and look-ahead to take, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from zerocore.planner.activity import Activity, Cost
+from zerocore.planner.holding import resident
+from zerocore.planner.machine import Machine
+from zerocore.planner.peak import message_bytes, peak_of
+from zerocore.planner.schedule import Call, Schedule, default_calls, rehearse
+from zerocore.planner.setting import Setting
+from zerocore.planner.simulate import Timeline, default_costs, simulate
+from zerocore.planner.sizes import FlatSize, ModelSizes, UnitSize
+
+# A step that is slower by less is as fast: the simplest setting among those is taken.
+AS_FAST = 0.02
+# Of the memory that is free, what state and windows may take where activations are not known.
+STATE_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to shard a model, and what it would need.
+
+    Attributes:
+        setting: the options.
+        merged: blocks of the model in a unit.
+        bytes: that a rank needs at most; without activations where they are not known.
+        timeline: of a step; None without a machine.
+    """
+
+    setting: Setting
+    merged: int
+    bytes: int
+    timeline: Timeline | None
+
+    @property
+    def seconds(self) -> float:
+        """Of a step; 0 if it is not known."""
+        return self.timeline.seconds if self.timeline else 0.0
+
+    def __str__(self) -> str:
+        setting = self.setting
+        text = f"stage {setting.stage}"
+        if setting.stage and setting.replicas > 1:
+            text += f", {setting.replicas} replicas of {setting.shards} ranks"
+        if setting.stage == 3:
+            text += "" if setting.reshard_after_forward else ", reshard_after_forward=False"
+            text += f", prefetch={setting.prefetch}"
+            text += f", {self.merged} blocks a unit" if self.merged > 1 else ""
+        return text
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be planned.
+
+    Attributes:
+        sizes: the model's.
+        ranks: number of them.
+        base: a setting whose dtypes and launches are taken.
+        moments: values that the optimizer keeps for each parameter.
+        machine: rates; None: bytes only.
+        tokens: of a rank and micro-batch; for a machine, without `activity`.
+        activity: what the model was seen to do.
+        memory: bytes that a rank has; None: it is not looked at.
+    """
+
+    sizes: ModelSizes
+    ranks: int
+    base: Setting
+    moments: int = 2
+    machine: Machine | None = None
+    tokens: float = 0.0
+    activity: Activity | None = None
+    memory: float | None = None
+
+
+def candidates(job: Job, search: bool = True) -> list[Candidate]:
+    """Ways to shard a model: each stage over all ranks; with `search`, hybrid sharding too."""
+    found = []
+    for setting, merged in _settings(job, search):
+        found.append(evaluate(job, setting, merged))
+    return found
+
+
+def evaluate(job: Job, setting: Setting, merged: int = 1) -> Candidate:
+    """What a rank would need and how long a step would take."""
+    sizes, activity = merge(job.sizes, job.activity, merged)
+    calls = default_calls(sizes) if activity is None else activity.calls
+    schedule = rehearse(sizes, setting, calls)
+    timeline = None
+    if job.machine is not None:
+        costs = _costs(job, sizes, schedule, activity)
+        timeline = replace_jobs(simulate(sizes, setting, schedule, job.machine, costs))
+    return Candidate(
+        setting, merged, _bytes(job, sizes, setting, schedule, activity, merged), timeline
+    )
+
+
+def replace_jobs(timeline: Timeline) -> Timeline:
+    """Without the jobs, which hundreds of candidates need not keep."""
+    return replace(timeline, jobs=())
+
+
+def _costs(
+    job: Job, sizes: ModelSizes, schedule: Schedule, activity: Activity | None
+) -> Sequence[Cost]:
+    if activity is not None:
+        return activity.costs
+    return default_costs(sizes, schedule, job.tokens)
+
+
+def _bytes(
+    job: Job,
+    sizes: ModelSizes,
+    setting: Setting,
+    schedule: Schedule,
+    activity: Activity | None,
+    merged: int,
+) -> int:
+    if activity is not None:
+        # The activity is that of single blocks: those of a unit are reduced with the last of them.
+        waiting = max(map(_gradient_bytes, sizes.units)) * (merged - 1) // merged
+        return waiting + peak_of(sizes, setting, schedule, activity, job.moments).bytes
+    held = sum(holding.bytes for holding in resident(sizes, setting, job.moments))
+    messages = sorted(message_bytes(sizes, setting, unit) for unit in schedule.times("reduce"))
+    gradients = max(_gradient_bytes(unit) for unit in sizes.units)
+    return held + schedule.windows_peak + sum(messages[-2:]) + gradients
+
+
+def _gradient_bytes(unit: UnitSize) -> int:
+    """Of full local gradients, in the dtype of the parameters."""
+    return sum(sum(f.numels) * f.dtype.itemsize for f in unit.flats if f.trainable)
+
+
+def _settings(job: Job, search: bool) -> Iterator[tuple[Setting, int]]:
+    """Simple ones first."""
+    base, ranks = job.base, job.ranks
+    for stage in (0, 1, 2, 3):
+        shards = 1 if stage == 0 else ranks
+        plain = replace(base, stage=stage, shards=shards, replicas=ranks // shards)
+        yield plain, 1
+        if not search:
+            continue
+        groups = [ranks, *_groups(job)] if stage else [1]
+        for group in groups:
+            here = replace(plain, shards=group, replicas=ranks // group)
+            for option, merged in _options(here):
+                if (option, merged) != (plain, 1):
+                    yield option, merged
+
+
+def _groups(job: Job) -> list[int]:
+    """Shard groups for hybrid sharding: a node, and powers of two of nodes."""
+    node = job.machine.ranks_per_node if job.machine is not None else 1
+    group, found = node, []
+    while 1 < group < job.ranks:
+        if job.ranks % group == 0:
+            found.append(group)
+        group *= 2
+    return found
+
+
+def _options(setting: Setting) -> Iterator[tuple[Setting, int]]:
+    if setting.stage < 3:
+        yield setting, 1
+        return
+    for reshard in (True, False):
+        for prefetch in (1, 2) if reshard else (1,):
+            for merged in (1, 2, 4):
+                yield replace(setting, reshard_after_forward=reshard, prefetch=prefetch), merged
+
+
+def fits(job: Job, candidate: Candidate) -> bool:
+    """Whether a rank has the memory."""
+    return job.memory is None or candidate.bytes <= job.memory
+
+
+def recommend(job: Job, found: Iterable[Candidate]) -> Candidate | None:
+    """The fastest that fits, of several as fast the first, the simplest; None: nothing fits."""
+    fitting = [candidate for candidate in found if fits(job, candidate)]
+    if not fitting:
+        return None
+    fastest = min(candidate.seconds for candidate in fitting)
+    return next(c for c in fitting if c.seconds <= fastest * (1 + AS_FAST))
+
+
+def merge(
+    sizes: ModelSizes, activity: Activity | None, count: int
+) -> tuple[ModelSizes, Activity | None]:
+    """Neighbouring units joined, `count` at a time."""
+    if count == 1:
+        return sizes, activity
+    root, *units = sizes.units
+    chunks = [units[i : i + count] for i in range(0, len(units), count)]
+    merged = replace(sizes, units=(root, *map(_joined, chunks)))
+    if activity is None:
+        return merged, None
+    return merged, _merged_activity(activity, count)
+
+
+def _joined(units: Sequence[UnitSize]) -> UnitSize:
+    flats: dict[tuple, list[FlatSize]] = {}
+    for unit in units:
+        for flat in unit.flats:
+            flats.setdefault((flat.dtype, flat.trainable), []).append(flat)
+    return UnitSize(
+        f"{units[0].name}..{units[-1].name}" if len(units) > 1 else units[0].name,
+        tuple(
+            FlatSize(
+                tuple(n for flat in same for n in flat.numels),
+                tuple(n for flat in same for n in flat.names),
+                *key,
+            )
+            for key, same in flats.items()
+        ),
+        sum(unit.matrix_elements for unit in units),
+    )
+
+
+def _merged_activity(activity: Activity, count: int) -> Activity:
+    """Calls of joined units that follow each other become one."""
+    calls: list[Call] = []
+    costs: list[Cost] = []
+    peaks: list[int] = []
+    ends: list[int] = []
+    for call, cost, peak, end in zip(
+        activity.calls, activity.costs, activity.peaks, activity.ends, strict=True
+    ):
+        unit = 0 if call.unit == 0 else 1 + (call.unit - 1) // count
+        last = calls[-1] if calls else None
+        if last is not None and unit and (last.unit, last.phase) == (unit, call.phase):
+            calls[-1] = last._replace(leaves=call.leaves, reduces=call.reduces)
+            costs[-1] = costs[-1] + cost
+            peaks[-1] = max(peaks[-1], peak)
+            ends[-1] = end
+        else:
+            calls.append(call._replace(unit=unit))
+            costs.append(cost)
+            peaks.append(peak)
+            ends.append(end)
+    return replace(
+        activity, calls=tuple(calls), costs=tuple(costs), peaks=tuple(peaks), ends=tuple(ends)
+    )

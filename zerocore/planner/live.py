@@ -1,0 +1,108 @@
+"""What the formulas say of models that are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zerocore import policy, registry
+from zerocore.planner.holding import Holding, resident
+from zerocore.planner.schedule import rehearse
+from zerocore.planner.setting import FlatFacts, Setting
+
+if TYPE_CHECKING:
+    from zerocore.runtime import Sharded
+
+# Tensors as large as the parameter that torch.optim's optimizers keep, without their options.
+_STATES = {
+    "Adam": 2,
+    "AdamW": 2,
+    "NAdam": 2,
+    "RAdam": 2,
+    "Adamax": 2,
+    "Adadelta": 2,
+    "Rprop": 2,
+    "Adagrad": 1,
+    "RMSprop": 1,
+    "ASGD": 1,
+    "SGD": 0,
+}
+
+
+def setting_of(sharded: Sharded) -> Setting:
+    """The options and ranks of a `zerocore.shard` call."""
+    options, ranks = sharded.options, sharded.groups.ranks
+    return Setting(
+        stage=options.stage,
+        shards=len(ranks.shard),
+        replicas=len(ranks.replicate),
+        mixed_precision=options.mixed_precision,
+        reshard_after_forward=options.reshard_after_forward,
+        prefetch=options.prefetch,
+        max_window_bytes=options.max_window_bytes,
+        launch_bytes=0 if sharded.device.type == "cpu" else policy.LAUNCH_BYTES,
+    )
+
+
+def predicted(
+    models: Iterable[Sharded], optimizer: torch.optim.Optimizer | None = None
+) -> Iterator[Holding]:
+    """What this rank holds between steps, by the shapes that the parameters had."""
+    for sharded in models:
+        yield from resident(sharded.sizes, setting_of(sharded), moments=0)
+    if optimizer is not None:
+        yield from _moments(optimizer)
+
+
+def windows_peak(models: Iterable[Sharded]) -> int:
+    """Most bytes of windows at once, if units are called in the order of registration."""
+    return sum(
+        rehearse(sharded.sizes, setting_of(sharded)).windows_peak
+        for sharded in models
+        if not sharded.options.lifetimes.full_parameters_stay
+    )
+
+
+def knows(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is known what the optimizer keeps."""
+    return _is_own(optimizer) or type(optimizer) is getattr(
+        torch.optim, type(optimizer).__name__, None
+    )
+
+
+def _is_own(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("zerocore.")
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> Iterator[Holding]:
+    """State of the shape of parameters; with zerocore.AdamW, of whole flat shards."""
+    flats: set[tuple[int, int, int]] = set()
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            entry = registry.entry_of(param)
+            sharded = entry.sharded() if entry is not None else None
+            if not _is_own(optimizer) or sharded is None:
+                each = 2 if _is_own(optimizer) else _states(optimizer, group)
+                yield Holding("moments", param.dtype, each * _kept_bytes(param))
+                continue
+            key = (id(sharded), entry.unit, entry.flat)
+            if key not in flats:
+                flats.add(key)
+                size = sharded.sizes.units[entry.unit].flats[entry.flat]
+                facts = FlatFacts.of(size, setting_of(sharded))
+                yield Holding("moments", facts.kept, 2 * facts.shard * facts.kept.itemsize)
+
+
+def _kept_bytes(param: torch.Tensor) -> int:
+    """State of a 0-dim parameter is not told from step counters."""
+    return param.nbytes if param.dim() > 0 and param.requires_grad else 0
+
+
+def _states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
+    """Tensors as large as the parameter."""
+    count = _STATES.get(type(optimizer).__name__, 0)
+    count += bool(group.get("amsgrad")) + bool(group.get("centered"))
+    momentum = type(optimizer).__name__ in ("SGD", "RMSprop") and group.get("momentum", 0) > 0
+    return count + bool(momentum)

@@ -1,0 +1,72 @@
+"""How fast a machine computes and sends: the costs of a simulation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from zerocore.planner.activity import Cost
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of a rank and of what connects it with others, all of them achievable ones.
+
+    Attributes:
+        flops: of matrix products, flop/s of a rank.
+        memory: bytes/s that a rank's other operations read and write; infinite: they cost nothing
+            beside the products.
+        special: the same for operations such as gelu, softmax and norms.
+        operation: seconds that each operation takes besides.
+        network: bytes/s that a node sends to others, all its ranks together, in one direction.
+        intra: bytes/s that a rank sends to others of its node, in one direction.
+        latency, intra_latency: seconds of each step of a collective between nodes, and inside one.
+        ranks_per_node: of all the ranks.
+        cores: that the ranks of a node share, for computing and for sending; None: each rank has a
+            device, and its collectives take nothing from what it computes.
+    """
+
+    flops: float
+    network: float
+    intra: float
+    ranks_per_node: int
+    memory: float = math.inf
+    special: float = math.inf
+    operation: float = 0.0
+    latency: float = 5e-6
+    intra_latency: float = 2e-6
+    cores: int | None = None
+
+    def with_ranks(self, ranks_per_node: int) -> Machine:
+        """The same with another number of ranks on a node."""
+        return replace(self, ranks_per_node=ranks_per_node)
+
+    def compute_seconds(self, cost: Cost) -> float:
+        """Of a part of a step, for a rank that has a core or a device for itself."""
+        return (
+            cost.flops / self.flops
+            + (cost.traffic - cost.special) / self.memory
+            + cost.special / self.special
+            + cost.operations * self.operation
+        )
+
+    def gather_seconds(self, size: float, ranks: int, stride: int = 1) -> float:
+        """Of an all-gather or a reduce-scatter.
+
+        Alpha-beta costs (Thakur, Rabenseifner and Gropp 2005, section 4.1: ring), a level for the
+        ranks of a node and one for the nodes: a node receives each byte that it lacks once.
+
+        Args:
+            size: bytes of the whole buffer.
+            ranks: of the group.
+            stride: the group has each `stride`-th rank; the groups between send at the same time.
+        """
+        if ranks == 1 or size == 0:
+            return 0.0
+        local = min(ranks, max(1, self.ranks_per_node // stride))
+        nodes = -(-ranks // local)
+        inside = size * (local - 1) / local / self.intra
+        together = min(self.ranks_per_node, stride) if nodes > 1 else 1
+        across = size * (nodes - 1) / nodes * together / self.network
+        steps = (nodes - 1) * self.latency + (local - 1) * self.intra_latency
+        return max(inside, across) + steps

@@ -1,0 +1,102 @@
+"""The most memory that a rank needs in a step, and what it is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zerocore.planner.activity import Activity
+from zerocore.planner.communication import gathered, reduced
+from zerocore.planner.holding import resident
+from zerocore.planner.schedule import Schedule
+from zerocore.planner.setting import Setting
+from zerocore.planner.sizes import ModelSizes
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of a rank where a step needs most.
+
+    Attributes:
+        call: index of the call in which that is.
+        resident: parameters, master copies, gradients, moments, buffers.
+        windows: gathered parameters.
+        messages: buffers of reductions under way.
+        activations: activations, temporaries, and local gradients before they are reduced.
+    """
+
+    call: int
+    resident: int
+    windows: int
+    messages: int
+    activations: int
+
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        return self.resident + self.windows + self.messages + self.activations
+
+
+def peak_of(
+    sizes: ModelSizes, setting: Setting, schedule: Schedule, activity: Activity, moments: int = 2
+) -> Peak:
+    """The peak of a step that is not the first, of one micro-batch.
+
+    On the CPU the pools keep the memory of windows and messages for the next lease: it counts all
+    the time. Elsewhere the device's allocator gets it back, and gradients that were cleared are
+    free until they are made again. Two reductions are taken to be under way at a time, one on the
+    network and the next one packed; a network that does not keep up holds more.
+
+    Args:
+        moments: values that the optimizer keeps for each parameter.
+    """
+    held = list(resident(sizes, setting, moments))
+    keeps = setting.launch_bytes == 0
+    gradients = sum(h.bytes for h in held if h.category == "gradients")
+    fixed = sum(h.bytes for h in held) - (0 if keeps else gradients)
+    messages = {u: message_bytes(sizes, setting, u) for u in schedule.times("reduce")}
+    window = {u: sum(f.window_bytes for f in gathered(sizes, setting, u)) for u in schedule.units}
+    stay = setting.lifetimes.full_parameters_stay
+    reductions = [action.units for action in schedule.actions if action.kind == "reduce"]
+    pairs = zip([(), *reductions], reductions, strict=False)
+    most_messages = max((sum(messages[u] for u in (*a, *b)) for a, b in pairs), default=0)
+    open_now = made = 0
+    sent: tuple[int, ...] = ()  # of the last two launches
+    newest: tuple[int, ...] = ()
+    best = Peak(-1, 0, 0, 0, 0)
+    for action in schedule.actions:
+        if action.kind == "gather" and not stay:
+            open_now += sum(window[unit] for unit in action.units)
+        elif action.kind == "release":
+            open_now -= sum(window[unit] for unit in action.units)
+        elif action.kind == "reduce":
+            sent, newest = newest + action.units, action.units
+            made += sum(_gradient_bytes(sizes, setting, unit) for unit in action.units)
+        elif action.kind == "compute":
+            now = Peak(
+                action.call,
+                fixed + (0 if keeps else made),
+                schedule.windows_peak if keeps else open_now,
+                most_messages if keeps else sum(messages[u] for u in sent),
+                activity.peaks[action.call],
+            )
+            best = max(best, now, key=lambda peak: peak.bytes)
+    return best
+
+
+def message_bytes(sizes: ModelSizes, setting: Setting, unit: int) -> int:
+    """Buffers of a unit's reduction: packed gradients, and where ranks exchange, what arrives."""
+    total = 0
+    for facts in reduced(sizes, setting, unit):
+        width = facts.transport.itemsize
+        total += facts.total * width
+        if setting.launch_bytes == 0:
+            total += facts.shard * (setting.shards - 1) * width
+            part = facts.shard // setting.replicas
+            total += part * (setting.replicas - 1) * width
+        elif setting.shards > 1:
+            total += facts.shard * width
+    return total
+
+
+def _gradient_bytes(sizes: ModelSizes, setting: Setting, unit: int) -> int:
+    return sum(f.shard * f.accumulate.itemsize for f in reduced(sizes, setting, unit))

@@ -1,0 +1,124 @@
+"""How large the parts of a model are: shapes and dtypes only, of a model on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zerocore.units import UnitPlan, Units, plan_units
+
+
+@dataclass(frozen=True)
+class FlatSize:
+    """Parameters that share a flat buffer: of one dtype, all trainable or all frozen.
+
+    Attributes:
+        numels: elements of each parameter, in the order of the buffer.
+        names: of each parameter in the model.
+        dtype: of the parameters, as the model has them.
+        trainable: whether they need gradients.
+    """
+
+    numels: tuple[int, ...]
+    names: tuple[str, ...]
+    dtype: torch.dtype
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """What is gathered and reduced together.
+
+    Attributes:
+        name: '' is the root.
+        flats: its flat buffers.
+        matrix_elements: elements of parameters that each token is multiplied with: those of two
+            dimensions and more which are no embedding tables.
+    """
+
+    name: str
+    flats: tuple[FlatSize, ...]
+    matrix_elements: int = 0
+
+    @property
+    def parameters(self) -> int:
+        """Elements, without padding."""
+        return sum(sum(flat.numels) for flat in self.flats)
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """A model as far as memory and communication depend on it.
+
+    Attributes:
+        units: the root first, the others in the order of registration.
+        buffers: (dtype, bytes) of each of the model's own buffers.
+    """
+
+    units: tuple[UnitSize, ...]
+    buffers: tuple[tuple[torch.dtype, int], ...] = ()
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters, without padding; tied ones count once."""
+        return sum(unit.parameters for unit in self.units)
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        units: Units = None,
+        bucket_bytes: int = 25 * 2**20,
+        taken: Callable[[nn.Parameter], bool] = lambda _: False,
+    ) -> ModelSizes:
+        """Sizes of a model that is not sharded, on the meta device for example.
+
+        Args:
+            units, bucket_bytes: as for `zerocore.shard`.
+            taken: parameters to leave out.
+
+        Raises:
+            ValueError: if the model has no parameters, or `units` matches nothing.
+        """
+        plans = plan_units(model, units, bucket_bytes, taken)
+        if not any(plan.params for plan in plans):
+            raise ValueError(f"model: expected parameters, got {type(model).__name__} without any")
+        return cls.of_plans(model, plans, model.buffers())
+
+    @classmethod
+    def of_plans(
+        cls, model: nn.Module, plans: Iterable[UnitPlan], buffers: Iterable[torch.Tensor]
+    ) -> ModelSizes:
+        """The same of units that were planned before."""
+        used = _matrix_uses(model)
+        storages = {buffer.untyped_storage()._cdata: buffer for buffer in buffers}
+        found = tuple((b.dtype, b.untyped_storage().nbytes()) for b in storages.values())
+        return cls(tuple(_unit_size(plan, used) for plan in plans), found)
+
+
+def _unit_size(plan: UnitPlan, used: dict[int, int]) -> UnitSize:
+    flats = tuple(
+        FlatSize(
+            tuple(param.numel() for _, param in flat),
+            tuple(name for name, _ in flat),
+            flat[0][1].dtype,
+            flat[0][1].requires_grad,
+        )
+        for flat in plan.flats()
+    )
+    return UnitSize(plan.name, flats, sum(used.get(id(param), 0) for _, param in plan.params))
+
+
+def _matrix_uses(model: nn.Module) -> dict[int, int]:
+    """Elements of each matrix times the modules that multiply with it; tied ones have several."""
+    used: dict[int, int] = {}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        for param in module.parameters(recurse=False):
+            if param.dim() >= 2:
+                used[id(param)] = used.get(id(param), 0) + param.numel()
+    return used
