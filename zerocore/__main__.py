@@ -132,6 +132,10 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("diagnose", help=about, description=f"Prints {about}.")
     command.add_argument("folder", metavar="DIR", help="with rank0.jsonl and so on")
     command.set_defaults(run=run_diagnose)
+    if "zerocore._C" in sys.modules:  # without the extension `env` still tells why
+        from zerocore.planner import command as plan
+
+        plan.add(commands)
     return result
 
 

@@ -48,7 +48,7 @@ class Candidate:
             text += f", {setting.replicas} replicas of {setting.shards} ranks"
         if setting.stage == 3:
             text += "" if setting.reshard_after_forward else ", reshard_after_forward=False"
-            text += f", prefetch={setting.prefetch}"
+            text += f", prefetch={setting.prefetch}" if setting.prefetch != 1 else ""
             text += f", {self.merged} blocks a unit" if self.merged > 1 else ""
         return text
 

@@ -48,6 +48,11 @@ class UnitSize:
         """Elements, without padding."""
         return sum(sum(flat.numels) for flat in self.flats)
 
+    @property
+    def bytes(self) -> int:
+        """Of the parameters in their own dtypes, without padding."""
+        return sum(sum(flat.numels) * flat.dtype.itemsize for flat in self.flats)
+
 
 @dataclass(frozen=True)
 class ModelSizes:

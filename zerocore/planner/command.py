@@ -1,0 +1,326 @@
+"""`zerocore plan`: what a model needs at each stage, and which one to take."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import functools
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerocore import policy
+from zerocore.planner import reasons, tables
+from zerocore.planner.activity import Activity, trace_step
+from zerocore.planner.advice import Job, candidates, fits, recommend
+from zerocore.planner.calibration import measure_machine
+from zerocore.planner.guess import gpt_of
+from zerocore.planner.machine import Machine
+from zerocore.planner.setting import Setting
+from zerocore.planner.sizes import ModelSizes
+from zerocore.policy import MixedPrecision
+from zerocore.units import plan_units
+
+MOMENTS = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
+SHOWN = 4  # candidates in the table of times, beside the plain ones
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """The subcommand and its options."""
+    about = "what a model needs at each stage, how long a step takes, and which stage to take"
+    command = commands.add_parser("plan", help=about, description=f"Prints {about}.")
+    command.set_defaults(run=run)
+    _add_model(command.add_argument_group("the model").add_argument)
+    add = command.add_argument_group("memory").add_argument
+    add("--memory", type=_positive, metavar="BYTES", help="that a rank has: which stages fit")
+    _add_machine(command.add_argument_group("the machine, for times and advice").add_argument)
+
+
+def _add_model(add: Callable[..., Any]) -> None:
+    add("--params", type=_count, metavar="N", help="a number of parameters, such as 7e9")
+    add(
+        "--model",
+        metavar="PACKAGE:FACTORY",
+        help="what builds it, for exact bytes: 'gpt:GPT(4, 128)'",
+    )
+    add("--units", nargs="+", metavar="CLASS", help="names of the classes of units (the blocks)")
+    add("--blocks", type=int, metavar="N", help="with --params: how many blocks it has")
+    add("--world", type=_at_least_one, metavar="N", help="number of ranks")
+    add("--dtype", choices=("bf16", "fp32"), default="bf16", help="of computation (%(default)s)")
+    grads = "with bf16: dtype in which gradients are added up (%(default)s)"
+    add("--accumulate", choices=("fp32", "bf16"), default="fp32", help=grads)
+    add("--optimizer", choices=tuple(MOMENTS), default="adamw", help="(%(default)s)")
+    what = "counts activations: BxT, token ids of that shape; or a function that gives the inputs"
+    add("--activations", metavar="BxT|PACKAGE:FUNCTION", help=what)
+    add("--device", choices=("gpu", "cpu"), default="gpu", help="that ranks have (%(default)s)")
+
+
+def _add_machine(add: Callable[..., Any]) -> None:
+    add("--flops", type=_positive, metavar="F", help="flop/s that a rank achieves")
+    add("--network", type=_positive, metavar="B", help="bytes/s that a node sends, one direction")
+    inside = "bytes/s that a rank sends inside its node, one direction"
+    add("--intra", type=_positive, metavar="B", help=inside)
+    add("--gpus-per-node", type=_at_least_one, default=8, metavar="N", help="(%(default)s)")
+    add("--latency", type=_positive, default=5e-6, metavar="S", help="of a step between nodes")
+    add("--tokens", type=_positive, metavar="N", help="of a rank in a step")
+    calibrate = "measures this machine for CPU ranks, and writes FILE"
+    add("--calibrate", type=Path, metavar="FILE", help=calibrate)
+    add("--machine", type=Path, metavar="FILE", help="what --calibrate wrote")
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(float(text))
+    except (ValueError, OverflowError):
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a number such as 7e9, got {text!r}")
+    return value
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
+    return value
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def run(options: argparse.Namespace) -> int:
+    """0; 1 if nothing fits into the memory; 2 for options that do not go together."""
+    try:
+        if options.calibrate is not None:
+            return calibrate(options.calibrate)
+        _check(options)
+        return plan(options)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"zerocore plan: {error}", file=sys.stderr)
+        return 2
+
+
+def calibrate(path: Path) -> int:
+    """Measures this machine."""
+    machine = measure_machine()
+    path.write_text(json.dumps(dataclasses.asdict(machine), indent=2) + "\n")
+    print(f"{machine}\nwritten to {path}")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    if (options.params is None) == (options.model is None):
+        raise ValueError("expected one of --params and --model, got " + _how_many(options))
+    if options.world is None:
+        raise ValueError("--world: expected the number of ranks, got none")
+    for name in ("units", "activations"):
+        if getattr(options, name) is not None and options.model is None:
+            raise ValueError(f"--{name}: expected it with --model, got it with --params")
+    if options.blocks is not None and options.params is None:
+        raise ValueError("--blocks: expected it with --params, got it with --model")
+    rates = [name for name in ("flops", "network", "intra") if getattr(options, name) is not None]
+    if rates and options.machine is not None:
+        raise ValueError(f"--machine: expected it without --{rates[0]}, got both")
+    if len(rates) in (1, 2):
+        raise ValueError(f"expected --flops, --network and --intra together, got --{rates} only")
+    timed = rates or options.machine is not None
+    if timed and options.tokens is None and options.activations is None:
+        raise ValueError("--tokens: expected the number of tokens of a rank in a step, got none")
+
+
+def _how_many(options: argparse.Namespace) -> str:
+    return "both" if options.params is not None else "none"
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Prints the tables that the options ask for."""
+    job = _job(options)
+    plain = candidates(job, search=False)
+    title = f"{job.sizes.parameters:,} parameters on {job.ranks} ranks, {options.dtype}"
+    print(f"{title}, {options.optimizer}\n")
+    for section in _sections(options, job, plain):
+        print(section + "\n")
+    chosen = None
+    if job.machine is not None or job.memory is not None:
+        found = candidates(job) if job.machine is not None else plain
+        chosen = recommend(job, found)
+        if job.machine is not None:
+            best = sorted(found, key=lambda candidate: candidate.seconds)
+            others = [c for c in best if c not in plain and fits(job, c)]
+            shown = [*plain, *others[:SHOWN]]
+            print("predicted: each stage over all ranks, then the fastest others that fit\n")
+            print(tables.times(job, shown) + "\n")
+        print(reasons.recommendation(job, chosen, plain) + "\n")
+    print("This assumes:")
+    for line in reasons.assumptions(job, options.params is not None, job.activity is not None):
+        print(f"- {line}")
+    return 1 if job.memory is not None and chosen is None else 0
+
+
+def _sections(options: argparse.Namespace, job: Job, plain: list) -> Iterator[str]:
+    if options.params is not None and options.optimizer == "adamw":
+        yield (
+            "between steps, bytes of a rank per parameter and in GB (classic: arXiv 1910.02054, "
+            "figure 1)\n\n"
+            + tables.recipes(options.params, options.world, options.dtype)
+            + "\n\nStage 1 while a full gradient waits for its reduction (no_sync), as in "
+            "the paper;\nwithout accumulation it holds what stage 2 does."
+        )
+    if options.model is not None:
+        yield tables.ledgers(job, plain)
+        yield tables.communication(job, plain)
+    if job.memory is not None:
+        yield tables.memory(job, plain)
+
+
+def _job(options: argparse.Namespace) -> Job:
+    mixed = None
+    if options.dtype == "bf16":
+        accumulate = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.accumulate]
+        mixed = MixedPrecision(torch.bfloat16, accumulate=accumulate)
+    launches = policy.LAUNCH_BYTES if options.device == "gpu" else 0
+    base = Setting.of(0, options.world, mixed_precision=mixed, launch_bytes=launches)
+    activity = None
+    if options.params is not None:
+        sizes = gpt_of(options.params, options.blocks)
+    else:
+        model = _build(options.model)
+        units = _unit_classes(model, options.units)
+        sizes = ModelSizes.of(model, units)
+        if options.activations is not None:
+            activity = _activity(model, units, options.activations, mixed)
+    return Job(
+        sizes,
+        options.world,
+        base,
+        MOMENTS[options.optimizer],
+        _machine(options),
+        options.tokens or 0.0,
+        activity,
+        options.memory,
+    )
+
+
+def _machine(options: argparse.Namespace) -> Machine | None:
+    if options.machine is not None:
+        try:
+            facts = json.loads(options.machine.read_text())
+            return Machine(**facts).with_ranks(options.world)
+        except (TypeError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"--machine: expected a file that --calibrate wrote, got {options.machine}: {error}"
+            ) from error
+    if options.flops is None:
+        return None
+    return Machine(
+        flops=options.flops,
+        network=options.network,
+        intra=options.intra,
+        latency=options.latency,
+        ranks_per_node=min(options.gpus_per_node, options.world),
+    )
+
+
+def _function(option: str, name: str) -> Callable[..., Any]:
+    """What `package.module:function` names, perhaps with arguments that are literals.
+
+    Modules in the current folder are found too.
+    """
+    name, arguments = _arguments(option, name)
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise ValueError(f"{option}: expected PACKAGE:FUNCTION, got {name!r}")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    found: Any = importlib.import_module(module)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"{option}: expected {part!r} in {module}, got a module without it")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ValueError(f"{option}: expected a function, got {name} = {found!r}")
+    return functools.partial(found, *arguments)
+
+
+def _arguments(option: str, name: str) -> tuple[str, tuple]:
+    """'gpt:GPT(4, 128)' is 'gpt:GPT' and (4, 128)."""
+    name, bracket, rest = name.partition("(")
+    if not bracket:
+        return name, ()
+    try:
+        return name, ast.literal_eval(
+            f"({rest.rstrip().removesuffix(')')},)" if rest != ")" else "()"
+        )
+    except (SyntaxError, ValueError):
+        raise ValueError(
+            f"{option}: expected arguments that are numbers or texts, got ({rest}"
+        ) from None
+
+
+def _build(name: str) -> nn.Module:
+    """The model, on the meta device."""
+    factory = _function("--model", name)
+    try:
+        with torch.device("meta"):
+            model = factory()
+    except Exception as error:
+        raise ValueError(
+            f"--model: expected {name} to build a model on the meta device, got "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"--model: expected {name} to return an nn.Module, got {model!r}")
+    return model
+
+
+def _unit_classes(model: nn.Module, names: list[str] | None) -> list[type[nn.Module]] | None:
+    if names is None:
+        return None
+    classes = {type(module).__name__: type(module) for module in model.modules()}
+    for name in names:
+        if name not in classes:
+            raise ValueError(
+                f"--units: expected classes of the model's modules, got {name!r}; it has "
+                f"{', '.join(sorted(classes))}"
+            )
+    return [classes[name] for name in names]
+
+
+def _activity(model: nn.Module, units: Any, inputs: str, mixed: MixedPrecision | None) -> Activity:
+    plans = plan_units(model, units, 25 * 2**20)
+    shape = inputs.split("x")
+    if len(shape) == 2 and all(part.isdecimal() for part in shape):
+        batch, tokens = map(int, shape)
+        return trace_step(model, plans, lambda: _tokens(model, batch, tokens), mixed)
+    function = _function("--activations", inputs)
+
+    def call() -> tuple[tuple, dict]:
+        made = function()
+        return ((), made) if isinstance(made, dict) else (_as_tuple(made), {})
+
+    return trace_step(model, plans, call, mixed)
+
+
+def _as_tuple(value: Any) -> tuple:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def _tokens(model: nn.Module, batch: int, tokens: int) -> tuple[tuple, dict]:
+    """Token ids, as labels too where the model takes these."""
+    ids = torch.zeros(batch, tokens, dtype=torch.long)
+    names = inspect.signature(model.forward).parameters
+    return (ids,), {"labels": ids} if "labels" in names else {}

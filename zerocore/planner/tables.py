@@ -1,0 +1,124 @@
+"""Plans as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zerocore.planner.advice import Candidate, Job, fits
+from zerocore.planner.communication import sent
+from zerocore.planner.holding import CATEGORIES, resident
+from zerocore.planner.recipe import RECIPES
+from zerocore.planner.schedule import rehearse
+
+SHARDS = ("nothing (DDP)", "optimizer state", "+ gradients", "+ parameters")
+
+
+def gigabytes(size: float) -> str:
+    """Decimal ones: 1e9 bytes."""
+    return f"{size / 1e9:,.3f}" if size < 1e9 else f"{size / 1e9:,.2f}"
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Columns under titles; the first `left` are aligned to the left."""
+    lines = [tuple(titles), *map(tuple, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = [
+        "  ".join(
+            f"{cell:<{width}}" if i < left else f"{cell:>{width}}"
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+    return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
+
+
+def recipes(parameters: int, ranks: int, dtype: str) -> str:
+    """The ledger of each stage by formula: bytes per parameter, and GB of a rank."""
+    own = RECIPES[dtype]
+    titles = ["stage", "shards", *(recipe.name for recipe in own)]
+    rows = []
+    for stage, shards in enumerate(SHARDS):
+        cells = []
+        for recipe in own:
+            each = recipe.per_parameter(stage, ranks)
+            cells.append(f"{each:.2f} B  {gigabytes(each * parameters)} GB")
+        rows.append([str(stage), shards, *cells])
+    return table(titles, rows, left=2)
+
+
+def ledgers(job: Job, found: Sequence[Candidate]) -> str:
+    """What a rank holds at each stage, by category, in bytes."""
+    titles = ["bytes of a rank", *(str(c) for c in found)]
+    columns = []
+    for candidate in found:
+        held = dict.fromkeys(CATEGORIES, 0)
+        for holding in resident(job.sizes, candidate.setting, job.moments):
+            held[holding.category] += holding.bytes
+        total = sum(held.values())
+        held["windows"] = rehearse(job.sizes, candidate.setting, calls_of(job)).windows_peak
+        moving = candidate.bytes - total - held["windows"]
+        columns.append([*held.values(), moving, candidate.bytes])
+    last = "gradients and messages on their way"
+    if job.activity is not None:
+        last += ", activations"
+    names = [*CATEGORIES[:-1], "windows, at most", last, "peak"]
+    rows = [
+        [name, *(f"{column[i]:,}" for column in columns)]
+        for i, name in enumerate(names)
+        if any(column[i] for column in columns)
+    ]
+    return table(titles, rows)
+
+
+def calls_of(job: Job) -> object:
+    """Of the activity, if there is one."""
+    return None if job.activity is None else job.activity.calls
+
+
+def communication(job: Job, found: Sequence[Candidate]) -> str:
+    """What a rank sends in a step, by kind, in bytes."""
+    titles = ["sent by a rank in a step", *(str(c) for c in found)]
+    columns = []
+    for candidate in found:
+        schedule = rehearse(job.sizes, candidate.setting, calls_of(job))
+        columns.append(sent(job.sizes, candidate.setting, schedule))
+    kinds = list(dict.fromkeys(kind for column in columns for kind in column))
+    names = {"control": "agreements on the host"}
+    rows = [
+        [names.get(kind, kind), *(f"{c[kind].bytes:,}" if kind in c else "0" for c in columns)]
+        for kind in kinds
+    ]
+    rows.append(["together", *(f"{sum(m.bytes for m in c.values()):,}" for c in columns)])
+    return table(titles, rows)
+
+
+def memory(job: Job, found: Sequence[Candidate]) -> str:
+    """Which of them fit, and by how much."""
+    rows = []
+    for candidate in found:
+        room = job.memory - candidate.bytes
+        verdict = "fits" if fits(job, candidate) else "does not fit"
+        head = f"{gigabytes(room)} GB left" if room >= 0 else f"{gigabytes(-room)} GB too much"
+        share = f"{candidate.bytes / job.memory:.0%} of {gigabytes(job.memory)} GB"
+        rows.append([str(candidate), verdict, f"{gigabytes(candidate.bytes)} GB", share, head])
+    return table(["", "", "needs", "", "head-room"], rows, left=2)
+
+
+def times(job: Job, found: Sequence[Candidate]) -> str:
+    """Predicted steps."""
+    rows = []
+    for candidate in found:
+        timeline = candidate.timeline
+        rows.append(
+            [
+                str(candidate),
+                f"{1e3 * timeline.seconds:,.1f}",
+                f"{1e3 * timeline.compute:,.1f}",
+                f"{1e3 * timeline.communication:,.1f}",
+                f"{1e3 * timeline.exposed:,.1f}",
+                gigabytes(candidate.bytes),
+                "" if job.memory is None else "fits" if fits(job, candidate) else "no",
+            ]
+        )
+    titles = ["", "step ms", "computing", "collectives", "exposed", "GB of a rank", ""]
+    return table(titles, rows)
