@@ -21,13 +21,18 @@ EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 VOCABULARY = 250  # no multiple of the alignment
 
 
-def example():
-    """The model of examples/train_gpt.py, its units, and a step's loss."""
+def example_module():
+    """examples/gpt.py"""
     if "gpt" not in sys.modules:
         spec = importlib.util.spec_from_file_location("gpt", EXAMPLES / "gpt.py")
         sys.modules["gpt"] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    gpt = sys.modules["gpt"]
+    return sys.modules["gpt"]
+
+
+def example():
+    """The model of examples/train_gpt.py, its units, and a step's loss."""
+    gpt = example_module()
     model = gpt.GPT(layers=4, dim=32, heads=2, seq=16)
     return model, [gpt.Block], lambda model, tokens: model(tokens).float().square().mean()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -15,10 +15,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from zerocore import _C, norm, registry, scaler, stepping, tensor_parallel
 from zerocore import groups as process_groups
 from zerocore.agreement import agree
+from zerocore.auto import AUTO, choose_stage
 from zerocore.backend import Backend, choose
 from zerocore.deferred import place_of, refuse_inside_build
 from zerocore.initialise import Init, Initialiser
 from zerocore.ledger import Ledger
+from zerocore.planner.sizes import ModelSizes
 from zerocore.policy import STAGES, MixedPrecision
 from zerocore.runtime import Options, Sharded
 from zerocore.state import StateHooks
@@ -29,7 +31,7 @@ from zerocore.values import Values, origin_of
 
 def shard(
     model: nn.Module,
-    stage: int = 3,
+    stage: int | Literal["auto"] = 3,
     *,
     mesh: DeviceMesh | None = None,
     units: Units = None,
@@ -69,7 +71,9 @@ def shard(
 
     Args:
         stage: ZeRO stage. 0 replicates everything (DDP), 1 shards optimizer state, 2 gradients too,
-            3 parameters too.
+            3 parameters too. "auto": the lowest whose state takes at most half of the memory that
+            is free on the rank that has least (the other half is for activations, of which nothing
+            is known); `print(zerocore.ledger(model))` says which it is, and why.
         mesh: ranks to use; None: all. One dimension shards; with two, the first replicates what the
             second shards (hybrid sharding).
         units: what is gathered and reduced together: module classes, module names, or a predicate
@@ -106,7 +110,8 @@ def shard(
             placements than Shard and Replicate, or on the meta device).
     """
     error = process_groups.check_mesh(mesh)
-    sharded_state = _is_stage(stage) and STAGES[stage].sharded
+    auto = isinstance(stage, str) and stage == AUTO
+    sharded_state = auto or (_is_stage(stage) and STAGES[stage].sharded)
     # With an invalid mesh all ranks are told what is wrong.
     ranks = process_groups.resolve_ranks(None if error else mesh, sharded_state)
     journal = process_groups.open_journal(ranks, timeout if _is_timeout(timeout) else 60.0)
@@ -117,7 +122,7 @@ def shard(
     try:
         refuse_inside_build("zerocore.shard")
         options = _options(
-            stage,
+            3 if auto else stage,
             mixed_precision,
             reshard_after_forward,
             prefetch,
@@ -143,17 +148,25 @@ def shard(
     except (ValueError, RuntimeError, TypeError) as caught:
         error = error or caught
     facts = _facts(model, place, options, plans, init) + tensor_parallel.facts(parts)
+    facts.append(("stage", stage))
     try:
         agree(host, journal, error, facts)
     except BaseException:
         tensor_parallel.restore(parts)
         raise
+    reason = ""
+    if auto:
+        sizes = ModelSizes.of_plans(model, plans, model.buffers())
+        number, reason = choose_stage(model, sizes, options, ranks, place.device, host, journal)
+        options = options.at_stage(number)
+        ranks = process_groups.resolve_ranks(mesh, options.lifetimes.sharded)
     groups = process_groups.make_groups(ranks, control, host, journal, place.name)
     tensor_parallel.hook(parts)  # before the hooks of units
     values = Values(model, initialiser, groups)
     how = _forget_originals(parts)
     with torch.no_grad():
         sharded = Sharded(model, plans, groups, place.device, options, how, values)
+    sharded.reason = reason
     StateHooks(model, sharded)
     stepping.install()
     norm.install()
@@ -181,7 +194,7 @@ def _options(
     timeout: float,
 ) -> Options:
     if not _is_stage(stage):
-        raise ValueError(f"stage: expected 0, 1, 2 or 3, got {stage!r}")
+        raise ValueError(f"stage: expected 0, 1, 2, 3 or 'auto', got {stage!r}")
     if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision):
         hint = ""
         if isinstance(mixed_precision, torch.dtype):

@@ -45,6 +45,7 @@ class Ledger:
     the values kept aside under `MixedPrecision(buffer=...)`. windows: leased now, by stage 3.
 
     Attributes:
+        stages: of the sharded models, with the ranks, and the reason where it was "auto".
         rows: one for each category and dtype that has bytes or should have, in the order above.
         parameters: elements of the whole model's parameters, without padding.
         windows_peak: most bytes of windows at once since `zerocore.stats(model).reset()`.
@@ -56,6 +57,7 @@ class Ledger:
             resident memory.
     """
 
+    stages: tuple[str, ...]
     rows: tuple[Row, ...]
     parameters: int
     windows_peak: int
@@ -81,6 +83,7 @@ class Ledger:
             for size in (measured.get(key, 0),)
         )
         return cls(
+            tuple(map(_stage, models)),
             rows,
             parameters,
             sum(sharded.core.windows()[1] for sharded in models),
@@ -129,13 +132,22 @@ class Ledger:
             for line in lines
         ]
         rule = "-" * len(table[0])
-        first = f"held by this rank, of {self.parameters:,} parameters"
+        stages = "; ".join(dict.fromkeys(self.stages))
+        first = f"held by this rank, of {self.parameters:,} parameters; {stages}"
         text = [first, table[0], rule, *table[1:-2], rule, *table[-2:]]
         if self.differences:
             text += ["", "not as predicted:", *(f"  {line}" for line in self.differences)]
         text += ["", "in this process besides:"]
         text += [f"  {name}: {size:,} bytes" for name, size in self.outside]
         return "\n".join(text)
+
+
+def _stage(sharded: Sharded) -> str:
+    ranks = sharded.groups.ranks
+    text = f"stage {sharded.options.stage} on {len(ranks.all)} ranks"
+    if 1 < len(ranks.shard) < len(ranks.all):
+        text += f", {len(ranks.replicate)} replicas of {len(ranks.shard)}"
+    return text + (f" ({sharded.reason})" if sharded.reason else "")
 
 
 def _differences(rows: Sequence[Row], optimizer: torch.optim.Optimizer | None) -> Iterator[str]:

@@ -110,6 +110,10 @@ class Options:
     register_windows: bool
     timeout: float
 
+    def at_stage(self, stage: int) -> Options:
+        """The same at another stage."""
+        return dataclasses.replace(self, stage=stage, lifetimes=policy.STAGES[stage])
+
 
 class Sharded:
     """The state of one `zerocore.shard` call.
@@ -119,6 +123,7 @@ class Sharded:
         groups: the process groups.
         device: that of the parameters.
         options: as given to `zerocore.shard`.
+        reason: why this stage was taken, if zerocore took it.
         sizes: shapes and dtypes of parameters and buffers before this.
         units, elements: name and number of elements of each unit; unit 0 is the root.
         flats: the parameters of each flat buffer of each unit.
@@ -151,6 +156,7 @@ class Sharded:
         self.elements = [sum(p.numel() for _, p in plan.params) for plan in plans]
         self.flats: list[list[list[nn.Parameter]]] = []
         self.trainable: list[list[bool]] = []
+        self.reason = ""
         self.shows_average = False
         self.state_stays = True
         self.unloaded = values.unloaded

@@ -54,13 +54,12 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Job:
+class Workload:
     """What is to be planned.
 
     Attributes:
         sizes: the model's.
-        ranks: number of them.
-        base: a setting whose dtypes and launches are taken.
+        base: the setting of stages above 0 without options: groups, dtypes, launches.
         moments: values that the optimizer keeps for each parameter.
         machine: rates; None: bytes only.
         tokens: of a rank and micro-batch; for a machine, without `activity`.
@@ -69,7 +68,6 @@ class Job:
     """
 
     sizes: ModelSizes
-    ranks: int
     base: Setting
     moments: int = 2
     machine: Machine | None = None
@@ -77,44 +75,45 @@ class Job:
     activity: Activity | None = None
     memory: float | None = None
 
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.base.ranks
 
-def candidates(job: Job, search: bool = True) -> list[Candidate]:
+
+def candidates(work: Workload, search: bool = True) -> list[Candidate]:
     """Ways to shard a model: each stage over all ranks; with `search`, hybrid sharding too."""
     found = []
-    for setting, merged in _settings(job, search):
-        found.append(evaluate(job, setting, merged))
+    for setting, merged in _settings(work, search):
+        found.append(evaluate(work, setting, merged))
     return found
 
 
-def evaluate(job: Job, setting: Setting, merged: int = 1) -> Candidate:
+def evaluate(work: Workload, setting: Setting, merged: int = 1) -> Candidate:
     """What a rank would need and how long a step would take."""
-    sizes, activity = merge(job.sizes, job.activity, merged)
+    sizes, activity = merge(work.sizes, work.activity, merged)
     calls = default_calls(sizes) if activity is None else activity.calls
     schedule = rehearse(sizes, setting, calls)
     timeline = None
-    if job.machine is not None:
-        costs = _costs(job, sizes, schedule, activity)
-        timeline = replace_jobs(simulate(sizes, setting, schedule, job.machine, costs))
+    if work.machine is not None:
+        costs = _costs(work, sizes, schedule, activity)
+        timeline = simulate(sizes, setting, schedule, work.machine, costs)
+        timeline = replace(timeline, tasks=())  # hundreds of candidates need not keep them
     return Candidate(
-        setting, merged, _bytes(job, sizes, setting, schedule, activity, merged), timeline
+        setting, merged, _bytes(work, sizes, setting, schedule, activity, merged), timeline
     )
 
 
-def replace_jobs(timeline: Timeline) -> Timeline:
-    """Without the jobs, which hundreds of candidates need not keep."""
-    return replace(timeline, jobs=())
-
-
 def _costs(
-    job: Job, sizes: ModelSizes, schedule: Schedule, activity: Activity | None
+    work: Workload, sizes: ModelSizes, schedule: Schedule, activity: Activity | None
 ) -> Sequence[Cost]:
     if activity is not None:
         return activity.costs
-    return default_costs(sizes, schedule, job.tokens)
+    return default_costs(sizes, schedule, work.tokens)
 
 
 def _bytes(
-    job: Job,
+    work: Workload,
     sizes: ModelSizes,
     setting: Setting,
     schedule: Schedule,
@@ -124,8 +123,8 @@ def _bytes(
     if activity is not None:
         # The activity is that of single blocks: those of a unit are reduced with the last of them.
         waiting = max(map(_gradient_bytes, sizes.units)) * (merged - 1) // merged
-        return waiting + peak_of(sizes, setting, schedule, activity, job.moments).bytes
-    held = sum(holding.bytes for holding in resident(sizes, setting, job.moments))
+        return waiting + peak_of(sizes, setting, schedule, activity, work.moments).bytes
+    held = sum(holding.bytes for holding in resident(sizes, setting, work.moments))
     messages = sorted(message_bytes(sizes, setting, unit) for unit in schedule.times("reduce"))
     gradients = max(_gradient_bytes(unit) for unit in sizes.units)
     return held + schedule.windows_peak + sum(messages[-2:]) + gradients
@@ -136,16 +135,16 @@ def _gradient_bytes(unit: UnitSize) -> int:
     return sum(sum(f.numels) * f.dtype.itemsize for f in unit.flats if f.trainable)
 
 
-def _settings(job: Job, search: bool) -> Iterator[tuple[Setting, int]]:
+def _settings(work: Workload, search: bool) -> Iterator[tuple[Setting, int]]:
     """Simple ones first."""
-    base, ranks = job.base, job.ranks
+    base, ranks = work.base, work.ranks
     for stage in (0, 1, 2, 3):
-        shards = 1 if stage == 0 else ranks
+        shards = 1 if stage == 0 else base.shards
         plain = replace(base, stage=stage, shards=shards, replicas=ranks // shards)
         yield plain, 1
         if not search:
             continue
-        groups = [ranks, *_groups(job)] if stage else [1]
+        groups = [ranks, *_groups(work)] if stage else [1]
         for group in groups:
             here = replace(plain, shards=group, replicas=ranks // group)
             for option, merged in _options(here):
@@ -153,12 +152,12 @@ def _settings(job: Job, search: bool) -> Iterator[tuple[Setting, int]]:
                     yield option, merged
 
 
-def _groups(job: Job) -> list[int]:
+def _groups(work: Workload) -> list[int]:
     """Shard groups for hybrid sharding: a node, and powers of two of nodes."""
-    node = job.machine.ranks_per_node if job.machine is not None else 1
+    node = work.machine.ranks_per_node if work.machine is not None else 1
     group, found = node, []
-    while 1 < group < job.ranks:
-        if job.ranks % group == 0:
+    while 1 < group < work.ranks:
+        if work.ranks % group == 0:
             found.append(group)
         group *= 2
     return found
@@ -174,14 +173,14 @@ def _options(setting: Setting) -> Iterator[tuple[Setting, int]]:
                 yield replace(setting, reshard_after_forward=reshard, prefetch=prefetch), merged
 
 
-def fits(job: Job, candidate: Candidate) -> bool:
+def fits(work: Workload, candidate: Candidate) -> bool:
     """Whether a rank has the memory."""
-    return job.memory is None or candidate.bytes <= job.memory
+    return work.memory is None or candidate.bytes <= work.memory
 
 
-def recommend(job: Job, found: Iterable[Candidate]) -> Candidate | None:
+def recommend(work: Workload, found: Iterable[Candidate]) -> Candidate | None:
     """The fastest that fits, of several as fast the first, the simplest; None: nothing fits."""
-    fitting = [candidate for candidate in found if fits(job, candidate)]
+    fitting = [candidate for candidate in found if fits(work, candidate)]
     if not fitting:
         return None
     fastest = min(candidate.seconds for candidate in fitting)

@@ -20,7 +20,7 @@ from torch import nn
 from zerocore import policy
 from zerocore.planner import reasons, tables
 from zerocore.planner.activity import Activity, trace_step
-from zerocore.planner.advice import Job, candidates, fits, recommend
+from zerocore.planner.advice import Workload, candidates, fits, recommend
 from zerocore.planner.calibration import measure_machine
 from zerocore.planner.guess import gpt_of
 from zerocore.planner.machine import Machine
@@ -136,7 +136,8 @@ def _check(options: argparse.Namespace) -> None:
     if rates and options.machine is not None:
         raise ValueError(f"--machine: expected it without --{rates[0]}, got both")
     if len(rates) in (1, 2):
-        raise ValueError(f"expected --flops, --network and --intra together, got --{rates} only")
+        given = " and ".join(f"--{name}" for name in rates)
+        raise ValueError(f"expected --flops, --network and --intra together, got {given} only")
     timed = rates or options.machine is not None
     if timed and options.tokens is None and options.activations is None:
         raise ValueError("--tokens: expected the number of tokens of a rank in a step, got none")
@@ -148,30 +149,30 @@ def _how_many(options: argparse.Namespace) -> str:
 
 def plan(options: argparse.Namespace) -> int:
     """Prints the tables that the options ask for."""
-    job = _job(options)
-    plain = candidates(job, search=False)
-    title = f"{job.sizes.parameters:,} parameters on {job.ranks} ranks, {options.dtype}"
+    work = _workload(options)
+    plain = candidates(work, search=False)
+    title = f"{work.sizes.parameters:,} parameters on {work.ranks} ranks, {options.dtype}"
     print(f"{title}, {options.optimizer}\n")
-    for section in _sections(options, job, plain):
+    for section in _sections(options, work, plain):
         print(section + "\n")
     chosen = None
-    if job.machine is not None or job.memory is not None:
-        found = candidates(job) if job.machine is not None else plain
-        chosen = recommend(job, found)
-        if job.machine is not None:
+    if work.machine is not None or work.memory is not None:
+        found = candidates(work) if work.machine is not None else plain
+        chosen = recommend(work, found)
+        if work.machine is not None:
             best = sorted(found, key=lambda candidate: candidate.seconds)
-            others = [c for c in best if c not in plain and fits(job, c)]
+            others = [c for c in best if c not in plain and fits(work, c)]
             shown = [*plain, *others[:SHOWN]]
             print("predicted: each stage over all ranks, then the fastest others that fit\n")
-            print(tables.times(job, shown) + "\n")
-        print(reasons.recommendation(job, chosen, plain) + "\n")
+            print(tables.times(work, shown) + "\n")
+        print(reasons.recommendation(work, chosen, plain) + "\n")
     print("This assumes:")
-    for line in reasons.assumptions(job, options.params is not None, job.activity is not None):
+    for line in reasons.assumptions(work, options.params is not None, work.activity is not None):
         print(f"- {line}")
-    return 1 if job.memory is not None and chosen is None else 0
+    return 1 if work.memory is not None and chosen is None else 0
 
 
-def _sections(options: argparse.Namespace, job: Job, plain: list) -> Iterator[str]:
+def _sections(options: argparse.Namespace, work: Workload, plain: list) -> Iterator[str]:
     if options.params is not None and options.optimizer == "adamw":
         yield (
             "between steps, bytes of a rank per parameter and in GB (classic: arXiv 1910.02054, "
@@ -181,19 +182,19 @@ def _sections(options: argparse.Namespace, job: Job, plain: list) -> Iterator[st
             "the paper;\nwithout accumulation it holds what stage 2 does."
         )
     if options.model is not None:
-        yield tables.ledgers(job, plain)
-        yield tables.communication(job, plain)
-    if job.memory is not None:
-        yield tables.memory(job, plain)
+        yield tables.ledgers(work, plain)
+        yield tables.communication(work, plain)
+    if work.memory is not None:
+        yield tables.memory(work, plain)
 
 
-def _job(options: argparse.Namespace) -> Job:
+def _workload(options: argparse.Namespace) -> Workload:
     mixed = None
     if options.dtype == "bf16":
         accumulate = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.accumulate]
         mixed = MixedPrecision(torch.bfloat16, accumulate=accumulate)
     launches = policy.LAUNCH_BYTES if options.device == "gpu" else 0
-    base = Setting.of(0, options.world, mixed_precision=mixed, launch_bytes=launches)
+    base = Setting.of(3, options.world, mixed_precision=mixed, launch_bytes=launches)
     activity = None
     if options.params is not None:
         sizes = gpt_of(options.params, options.blocks)
@@ -203,9 +204,8 @@ def _job(options: argparse.Namespace) -> Job:
         sizes = ModelSizes.of(model, units)
         if options.activations is not None:
             activity = _activity(model, units, options.activations, mixed)
-    return Job(
+    return Workload(
         sizes,
-        options.world,
         base,
         MOMENTS[options.optimizer],
         _machine(options),

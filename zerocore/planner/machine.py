@@ -50,6 +50,10 @@ class Machine:
             + cost.operations * self.operation
         )
 
+    def link(self, ranks: int) -> str:
+        """What a collective of so many neighbouring ranks is bounded by."""
+        return "network" if ranks > self.ranks_per_node else "intra" if ranks > 1 else ""
+
     def gather_seconds(self, size: float, ranks: int, stride: int = 1) -> float:
         """Of an all-gather or a reduce-scatter.
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from zerocore.planner.advice import AS_FAST, Candidate, Job, fits, merge
+from zerocore.planner.advice import AS_FAST, Candidate, Workload, fits, merge
 from zerocore.planner.tables import gigabytes
 
 
-def recommendation(job: Job, chosen: Candidate | None, plain: Sequence[Candidate]) -> str:
+def recommendation(work: Workload, chosen: Candidate | None, plain: Sequence[Candidate]) -> str:
     """Why this one.
 
     Args:
@@ -18,18 +18,18 @@ def recommendation(job: Job, chosen: Candidate | None, plain: Sequence[Candidate
         least = min(plain, key=lambda candidate: candidate.bytes)
         return (
             f"Nothing fits: {least} needs least, {gigabytes(least.bytes)} GB of "
-            f"{gigabytes(job.memory)} GB. Take more ranks, smaller micro-batches, activation "
+            f"{gigabytes(work.memory)} GB. Take more ranks, smaller micro-batches, activation "
             "checkpointing, or a narrower dtype."
         )
     lines = [f"Recommended: {chosen}."]
-    lines += _about_lower(job, chosen, plain)
+    lines += _about_lower(work, chosen, plain)
     lines += _about_others(chosen, plain)
     if chosen.setting.stage and chosen.setting.replicas > 1:
         lines.append(
             f"{chosen.setting.shards} ranks share a copy: what they send stays on faster links, "
             "and only sums of shards cross the network."
         )
-    lines.append(f"In the script: zerocore.shard(model, {arguments(job, chosen)})")
+    lines.append(f"In the script: zerocore.shard(model, {arguments(work, chosen)})")
     if chosen.setting.stage == 3 and chosen.merged > 1:
         lines.append(
             f"with bucket_bytes so large that {chosen.merged} blocks are merged into a unit"
@@ -37,12 +37,12 @@ def recommendation(job: Job, chosen: Candidate | None, plain: Sequence[Candidate
     return "\n".join(lines)
 
 
-def _about_lower(job: Job, chosen: Candidate, plain: Sequence[Candidate]) -> Iterator[str]:
+def _about_lower(work: Workload, chosen: Candidate, plain: Sequence[Candidate]) -> Iterator[str]:
     for candidate in plain:
         if candidate.setting.stage >= chosen.setting.stage:
             continue
-        if not fits(job, candidate):
-            more = gigabytes(candidate.bytes - job.memory)
+        if not fits(work, candidate):
+            more = gigabytes(candidate.bytes - work.memory)
             yield f"{_first(candidate)} does not fit: {more} GB too much."
         elif chosen.timeline and candidate.seconds > chosen.seconds * (1 + AS_FAST):
             yield f"{_first(candidate)} fits, and its step takes {_slower(candidate, chosen)}."
@@ -73,7 +73,7 @@ def _slower(candidate: Candidate, chosen: Candidate) -> str:
     return f"{ratio:.0%} longer ({more:+,.1f} ms of waits for collectives)"
 
 
-def arguments(job: Job, chosen: Candidate) -> str:
+def arguments(work: Workload, chosen: Candidate) -> str:
     """Of `zerocore.shard`."""
     setting = chosen.setting
     words = [f"stage={setting.stage}"]
@@ -88,35 +88,35 @@ def arguments(job: Job, chosen: Candidate) -> str:
         elif setting.prefetch != 1:
             words.append(f"prefetch={setting.prefetch}")
         if chosen.merged > 1:
-            joined, _ = merge(job.sizes, None, chosen.merged)
+            joined, _ = merge(work.sizes, None, chosen.merged)
             words.append(f"bucket_bytes={max(unit.bytes for unit in joined.units[1:])}")
     return ", ".join(words)
 
 
-def assumptions(job: Job, guessed: bool, flops_known: bool) -> list[str]:
+def assumptions(work: Workload, guessed: bool, flops_known: bool) -> list[str]:
     """What the figures above take for granted."""
     lines = ["GB are 1e9 bytes, of one rank; the third step and later ones, without accumulation"]
     if guessed:
-        count = len(job.sizes.units) - 1
+        count = len(work.sizes.units) - 1
         lines.append(
             f"a GPT of {count} equal blocks (width 128 for each block, arXiv 2001.08361), nothing "
             "else; --model gives exact bytes"
         )
-    if job.activity is None:
+    if work.activity is None:
         lines.append("activations are not counted; with --model, --activations counts them")
     else:
         lines.append(
             "activations by one forward and backward on tensors without memory, as on a CPU: what "
-            "kernels take inside is not seen, and the allocator's fragmentation neither; the loss is "
-            "what the model returns as `loss`, else the mean of what it returns"
+            "kernels take inside is not seen, and the allocator's fragmentation neither; the loss "
+            "is what the model returns as `loss`, else the mean of what it returns"
         )
     lines.append(
         "units called in the order of registration, two reductions under way at a time; all ranks "
         "alike"
     )
-    if job.machine is None:
+    if work.machine is None:
         return lines
-    machine = job.machine
+    machine = work.machine
     lines.append(
         f"rates are achieved ones: {machine.flops:.3g} flop/s a rank, {machine.intra:.3g} bytes/s "
         f"a rank inside a node of {machine.ranks_per_node}, {machine.network:.3g} bytes/s a node, "
@@ -125,7 +125,7 @@ def assumptions(job: Job, guessed: bool, flops_known: bool) -> list[str]:
     )
     if not flops_known:
         lines.append(
-            f"2 flops for each matrix element and token forward, 4 backward, {job.tokens:,.0f} "
+            f"2 flops for each matrix element and token forward, 4 backward, {work.tokens:,.0f} "
             "tokens a rank; attention's products and other operations cost nothing"
         )
     if machine.cores is None:

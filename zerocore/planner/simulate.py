@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,22 +15,24 @@ from zerocore.planner.sizes import ModelSizes
 
 
 @dataclass
-class Job:
+class Task:
     """Work on a stream, in the order of its stream.
 
     Attributes:
         stream: compute, gather, reduce.
         seconds: that it takes alone.
-        after: jobs that have to be over before, beside those before it on its stream.
+        after: tasks that have to be over before, beside those before it on its stream.
         units: what it is about.
+        link: what it sends over, shared with others that do at the same time; empty: nothing.
         begin, end: seconds since the start of the step, once simulated.
     """
 
     stream: str
     seconds: float
-    after: Sequence[Job] = ()
+    after: Sequence[Task] = ()
     units: tuple[int, ...] = ()
     name: str = ""
+    link: str = ""
     begin: float = 0.0
     end: float | None = None
     left: float = field(default=0.0, repr=False)
@@ -44,13 +46,13 @@ class Timeline:
         seconds: of the step.
         compute: of it, what computing takes by itself.
         communication: what collectives take by themselves.
-        jobs: with their times.
+        tasks: with their times.
     """
 
     seconds: float
     compute: float
     communication: float
-    jobs: tuple[Job, ...]
+    tasks: tuple[Task, ...]
 
     @property
     def exposed(self) -> float:
@@ -91,28 +93,28 @@ def simulate(
     builder = _Builder(sizes, setting, machine)
     for action in schedule.actions:
         builder.add(action.kind, action.units, costs[action.call] if action.call >= 0 else None)
-    jobs = builder.jobs
-    run(jobs, machine)
+    tasks = builder.tasks
+    run(tasks, machine)
     share = 1.0
     if machine.cores is not None:
         share = min(1.0, machine.cores / machine.ranks_per_node)
-    compute = sum(job.seconds for job in jobs if job.stream == "compute") / share
-    communication = sum(job.seconds for job in jobs if job.stream != "compute")
-    return Timeline(max(job.end for job in jobs), compute, communication, tuple(jobs))
+    compute = sum(task.seconds for task in tasks if task.stream == "compute") / share
+    communication = sum(task.seconds for task in tasks if task.stream != "compute")
+    return Timeline(max(task.end for task in tasks), compute, communication, tuple(tasks))
 
 
 class _Builder:
-    """Turns what the runtime does into jobs with their order."""
+    """Turns what the runtime does into tasks with their order."""
 
     def __init__(self, sizes: ModelSizes, setting: Setting, machine: Machine) -> None:
         self.sizes, self.setting, self.machine = sizes, setting, machine
-        self.jobs: list[Job] = []
+        self.tasks: list[Task] = []
         self.on_host = machine.cores is not None
-        self.gathers: dict[int, Job] = {}
-        self.reductions: list[Job] = []
-        self.waiting: list[Job] = []  # what the next computation waits for
-        self.computed: Job | None = None  # the newest
-        self.released: Job | None = None  # the computation before the newest release
+        self.gathers: dict[int, Task] = {}
+        self.reductions: list[Task] = []
+        self.waiting: list[Task] = []  # what the next computation waits for
+        self.computed: Task | None = None  # the newest
+        self.released: Task | None = None  # the computation before the newest release
 
     def add(self, kind: str, units: tuple[int, ...], cost: Cost | None) -> None:
         """One action of the schedule."""
@@ -131,17 +133,18 @@ class _Builder:
 
     def _compute(self, seconds: float, name: str, units: tuple[int, ...] = ()) -> None:
         waiting, self.waiting = self.waiting, []
-        self.computed = Job("compute", seconds, waiting, units, name)
-        self.jobs.append(self.computed)
+        self.computed = Task("compute", seconds, waiting, units, name)
+        self.tasks.append(self.computed)
 
     def _gather(self, units: tuple[int, ...]) -> None:
         facts = [f for unit in units for f in gathered(self.sizes, self.setting, unit)]
         size = sum(f.total * f.compute.itemsize for f in facts)
         seconds = self.machine.gather_seconds(size, self.setting.shards)
         before = self.computed if self.on_host else self.released
-        job = Job("gather", seconds, [before] if before else [], units, "all_gather")
-        self.jobs.append(job)
-        self.gathers.update(dict.fromkeys(units, job))
+        task = Task("gather", seconds, [before] if before else [], units, "all_gather")
+        task.link = self.machine.link(self.setting.shards)
+        self.tasks.append(task)
+        self.gathers.update(dict.fromkeys(units, task))
 
     def _reduce(self, units: tuple[int, ...]) -> None:
         facts = [f for unit in units for f in reduced(self.sizes, self.setting, unit)]
@@ -152,9 +155,10 @@ class _Builder:
             self._compute(pack, "pack", units)  # by the thread that computes
         else:
             seconds += pack
-        job = Job("reduce", seconds, [self.computed] if self.computed else [], units, "reduce")
-        self.jobs.append(job)
-        self.reductions.append(job)
+        task = Task("reduce", seconds, [self.computed] if self.computed else [], units, "reduce")
+        task.link = self.machine.link(self.setting.ranks)
+        self.tasks.append(task)
+        self.reductions.append(task)
 
     def _reduction_seconds(self, facts: Iterable[FlatFacts]) -> float:
         setting, machine = self.setting, self.machine
@@ -178,17 +182,18 @@ class _Builder:
         self._compute(moved / self.machine.memory, "optimizer")
 
 
-def run(jobs: Sequence[Job], machine: Machine) -> None:
-    """Gives every job its times.
+def run(tasks: Sequence[Task], machine: Machine) -> None:
+    """Gives every task its times.
 
-    Each stream does one job at a time. Where cores are shared by more jobs than there are, of all
-    the ranks of a node, each gets as much of them.
+    Each stream does one task at a time. Collectives that send over the same links at the same time
+    share them. Where cores are shared by more tasks than there are, of all the ranks of a node, all
+    get as much of them.
     """
-    streams: dict[str, deque[Job]] = {}
-    for job in jobs:
-        job.left = job.seconds
-        job.end = None
-        streams.setdefault(job.stream, deque()).append(job)
+    streams: dict[str, deque[Task]] = {}
+    for task in tasks:
+        task.left = task.seconds
+        task.end = None
+        streams.setdefault(task.stream, deque()).append(task)
     now = 0.0
     while any(streams.values()):
         active = [
@@ -197,17 +202,23 @@ def run(jobs: Sequence[Job], machine: Machine) -> None:
             if queue and all(other.end is not None for other in queue[0].after)
         ]
         if not active:
-            raise RuntimeError("expected jobs that wait for jobs before them, got a circle")
-        for job in active:
-            if job.left == job.seconds:
-                job.begin = now
-        rate = 1.0
-        if machine.cores is not None:
-            rate = min(1.0, machine.cores / (len(active) * machine.ranks_per_node))
-        step = min(job.left for job in active) / rate
+            raise RuntimeError("expected tasks that wait for tasks before them, got a circle")
+        for task in active:
+            if task.left == task.seconds:
+                task.begin = now
+        rates = _rates(active, machine)
+        step = min(task.left / rate for task, rate in zip(active, rates, strict=True))
         now += step
-        for job in active:
-            job.left -= step * rate
-            if job.left <= 1e-15:
-                job.end = now
-                streams[job.stream].popleft()
+        for task, rate in zip(active, rates, strict=True):
+            task.left -= step * rate
+            if task.left <= 1e-15:
+                task.end = now
+                streams[task.stream].popleft()
+
+
+def _rates(active: Sequence[Task], machine: Machine) -> list[float]:
+    """How fast each task goes on, compared with being alone."""
+    if machine.cores is not None:
+        return [min(1.0, machine.cores / (len(active) * machine.ranks_per_node))] * len(active)
+    links = Counter(task.link for task in active)
+    return [1 / links[task.link] if task.link else 1.0 for task in active]

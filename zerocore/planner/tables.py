@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zerocore.planner.advice import Candidate, Job, fits
+from zerocore.planner.advice import Candidate, Workload, fits
 from zerocore.planner.communication import sent
 from zerocore.planner.holding import CATEGORIES, resident
 from zerocore.planner.recipe import RECIPES
@@ -46,20 +46,20 @@ def recipes(parameters: int, ranks: int, dtype: str) -> str:
     return table(titles, rows, left=2)
 
 
-def ledgers(job: Job, found: Sequence[Candidate]) -> str:
+def ledgers(work: Workload, found: Sequence[Candidate]) -> str:
     """What a rank holds at each stage, by category, in bytes."""
     titles = ["bytes of a rank", *(str(c) for c in found)]
     columns = []
     for candidate in found:
         held = dict.fromkeys(CATEGORIES, 0)
-        for holding in resident(job.sizes, candidate.setting, job.moments):
+        for holding in resident(work.sizes, candidate.setting, work.moments):
             held[holding.category] += holding.bytes
         total = sum(held.values())
-        held["windows"] = rehearse(job.sizes, candidate.setting, calls_of(job)).windows_peak
+        held["windows"] = rehearse(work.sizes, candidate.setting, calls_of(work)).windows_peak
         moving = candidate.bytes - total - held["windows"]
         columns.append([*held.values(), moving, candidate.bytes])
     last = "gradients and messages on their way"
-    if job.activity is not None:
+    if work.activity is not None:
         last += ", activations"
     names = [*CATEGORIES[:-1], "windows, at most", last, "peak"]
     rows = [
@@ -70,18 +70,18 @@ def ledgers(job: Job, found: Sequence[Candidate]) -> str:
     return table(titles, rows)
 
 
-def calls_of(job: Job) -> object:
+def calls_of(work: Workload) -> object:
     """Of the activity, if there is one."""
-    return None if job.activity is None else job.activity.calls
+    return None if work.activity is None else work.activity.calls
 
 
-def communication(job: Job, found: Sequence[Candidate]) -> str:
+def communication(work: Workload, found: Sequence[Candidate]) -> str:
     """What a rank sends in a step, by kind, in bytes."""
     titles = ["sent by a rank in a step", *(str(c) for c in found)]
     columns = []
     for candidate in found:
-        schedule = rehearse(job.sizes, candidate.setting, calls_of(job))
-        columns.append(sent(job.sizes, candidate.setting, schedule))
+        schedule = rehearse(work.sizes, candidate.setting, calls_of(work))
+        columns.append(sent(work.sizes, candidate.setting, schedule))
     kinds = list(dict.fromkeys(kind for column in columns for kind in column))
     names = {"control": "agreements on the host"}
     rows = [
@@ -92,19 +92,19 @@ def communication(job: Job, found: Sequence[Candidate]) -> str:
     return table(titles, rows)
 
 
-def memory(job: Job, found: Sequence[Candidate]) -> str:
+def memory(work: Workload, found: Sequence[Candidate]) -> str:
     """Which of them fit, and by how much."""
     rows = []
     for candidate in found:
-        room = job.memory - candidate.bytes
-        verdict = "fits" if fits(job, candidate) else "does not fit"
+        room = work.memory - candidate.bytes
+        verdict = "fits" if fits(work, candidate) else "does not fit"
         head = f"{gigabytes(room)} GB left" if room >= 0 else f"{gigabytes(-room)} GB too much"
-        share = f"{candidate.bytes / job.memory:.0%} of {gigabytes(job.memory)} GB"
+        share = f"{candidate.bytes / work.memory:.0%} of {gigabytes(work.memory)} GB"
         rows.append([str(candidate), verdict, f"{gigabytes(candidate.bytes)} GB", share, head])
     return table(["", "", "needs", "", "head-room"], rows, left=2)
 
 
-def times(job: Job, found: Sequence[Candidate]) -> str:
+def times(work: Workload, found: Sequence[Candidate]) -> str:
     """Predicted steps."""
     rows = []
     for candidate in found:
@@ -117,7 +117,7 @@ def times(job: Job, found: Sequence[Candidate]) -> str:
                 f"{1e3 * timeline.communication:,.1f}",
                 f"{1e3 * timeline.exposed:,.1f}",
                 gigabytes(candidate.bytes),
-                "" if job.memory is None else "fits" if fits(job, candidate) else "no",
+                "" if work.memory is None else "fits" if fits(work, candidate) else "no",
             ]
         )
     titles = ["", "step ms", "computing", "collectives", "exposed", "GB of a rank", ""]
