@@ -104,7 +104,7 @@ def test_costs_of_levels():
     assert machine.gather_seconds(1000, 1) == 0
     assert machine.gather_seconds(1000, 4) == pytest.approx(0.75 + 3 * 0.01)
     # Two nodes: each receives half of the buffer over the network.
-    assert machine.gather_seconds(1000, 8) == pytest.approx(5.0 + 0.1 + 3 * 0.01)
+    assert machine.gather_seconds(1000, 8) == pytest.approx(5.0 + 0.1 + 6 * 0.01)
     # Four groups, one rank of each on a node, share the network.
     assert machine.gather_seconds(1000, 2, stride=4) == pytest.approx(20.0 + 0.1)
     assert machine.gather_seconds(1000, 2, stride=2) == pytest.approx(0.5 + 0.01)

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zerocore.planner.activity import Activity, Cost
-from zerocore.planner.holding import resident
 from zerocore.planner.machine import Machine
-from zerocore.planner.peak import message_bytes, peak_of
+from zerocore.planner.peak import Peak, peak_of
 from zerocore.planner.schedule import Call, Schedule, default_calls, rehearse
 from zerocore.planner.setting import Setting
 from zerocore.planner.simulate import Timeline, default_costs, simulate
@@ -27,14 +26,19 @@ class Candidate:
     Attributes:
         setting: the options.
         merged: blocks of the model in a unit.
-        bytes: that a rank needs at most; without activations where they are not known.
+        peak: the most that a rank needs at once; without activations where they are not known.
         timeline: of a step; None without a machine.
     """
 
     setting: Setting
     merged: int
-    bytes: int
+    peak: Peak
     timeline: Timeline | None
+
+    @property
+    def bytes(self) -> int:
+        """That a rank needs at most."""
+        return self.peak.bytes
 
     @property
     def seconds(self) -> float:
@@ -99,9 +103,8 @@ def evaluate(work: Workload, setting: Setting, merged: int = 1) -> Candidate:
         costs = _costs(work, sizes, schedule, activity)
         timeline = simulate(sizes, setting, schedule, work.machine, costs)
         timeline = replace(timeline, tasks=())  # hundreds of candidates need not keep them
-    return Candidate(
-        setting, merged, _bytes(work, sizes, setting, schedule, activity, merged), timeline
-    )
+    peak = peak_of(sizes, setting, schedule, activity, work.moments, merged)
+    return Candidate(setting, merged, peak, timeline)
 
 
 def _costs(
@@ -110,29 +113,6 @@ def _costs(
     if activity is not None:
         return activity.costs
     return default_costs(sizes, schedule, work.tokens)
-
-
-def _bytes(
-    work: Workload,
-    sizes: ModelSizes,
-    setting: Setting,
-    schedule: Schedule,
-    activity: Activity | None,
-    merged: int,
-) -> int:
-    if activity is not None:
-        # The activity is that of single blocks: those of a unit are reduced with the last of them.
-        waiting = max(map(_gradient_bytes, sizes.units)) * (merged - 1) // merged
-        return waiting + peak_of(sizes, setting, schedule, activity, work.moments).bytes
-    held = sum(holding.bytes for holding in resident(sizes, setting, work.moments))
-    messages = sorted(message_bytes(sizes, setting, unit) for unit in schedule.times("reduce"))
-    gradients = max(_gradient_bytes(unit) for unit in sizes.units)
-    return held + schedule.windows_peak + sum(messages[-2:]) + gradients
-
-
-def _gradient_bytes(unit: UnitSize) -> int:
-    """Of full local gradients, in the dtype of the parameters."""
-    return sum(sum(f.numels) * f.dtype.itemsize for f in unit.flats if f.trainable)
 
 
 def _settings(work: Workload, search: bool) -> Iterator[tuple[Setting, int]]:

@@ -53,6 +53,8 @@ def _add_model(add: Callable[..., Any]) -> None:
     )
     add("--units", nargs="+", metavar="CLASS", help="names of the classes of units (the blocks)")
     add("--blocks", type=int, metavar="N", help="with --params: how many blocks it has")
+    group = "ranks that share a copy (hybrid sharding); default: all"
+    add("--group", type=_at_least_one, metavar="N", help=group)
     add("--world", type=_at_least_one, metavar="N", help="number of ranks")
     add("--dtype", choices=("bf16", "fp32"), default="bf16", help="of computation (%(default)s)")
     grads = "with bf16: dtype in which gradients are added up (%(default)s)"
@@ -69,7 +71,13 @@ def _add_machine(add: Callable[..., Any]) -> None:
     inside = "bytes/s that a rank sends inside its node, one direction"
     add("--intra", type=_positive, metavar="B", help=inside)
     add("--gpus-per-node", type=_at_least_one, default=8, metavar="N", help="(%(default)s)")
-    add("--latency", type=_positive, default=5e-6, metavar="S", help="of a step between nodes")
+    add(
+        "--latency",
+        type=_positive,
+        default=9.6e-6,
+        metavar="S",
+        help="s of a step of a ring between nodes (%(default)s)",
+    )
     add("--tokens", type=_positive, metavar="N", help="of a rank in a step")
     calibrate = "measures this machine for CPU ranks, and writes FILE"
     add("--calibrate", type=Path, metavar="FILE", help=calibrate)
@@ -194,7 +202,7 @@ def _workload(options: argparse.Namespace) -> Workload:
         accumulate = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.accumulate]
         mixed = MixedPrecision(torch.bfloat16, accumulate=accumulate)
     launches = policy.LAUNCH_BYTES if options.device == "gpu" else 0
-    base = Setting.of(3, options.world, mixed_precision=mixed, launch_bytes=launches)
+    base = Setting.of(3, options.world, options.group, mixed_precision=mixed, launch_bytes=launches)
     activity = None
     if options.params is not None:
         sizes = gpt_of(options.params, options.blocks)

@@ -17,7 +17,7 @@ class Peak:
     """Bytes of a rank where a step needs most.
 
     Attributes:
-        call: index of the call in which that is.
+        call: index of the call in which that is; -1: not known.
         resident: parameters, master copies, gradients, moments, buffers.
         windows: gathered parameters.
         messages: buffers of reductions under way.
@@ -37,7 +37,12 @@ class Peak:
 
 
 def peak_of(
-    sizes: ModelSizes, setting: Setting, schedule: Schedule, activity: Activity, moments: int = 2
+    sizes: ModelSizes,
+    setting: Setting,
+    schedule: Schedule,
+    activity: Activity | None = None,
+    moments: int = 2,
+    merged: int = 1,
 ) -> Peak:
     """The peak of a step that is not the first, of one micro-batch.
 
@@ -47,7 +52,11 @@ def peak_of(
     network and the next one packed; a network that does not keep up holds more.
 
     Args:
+        activity: what the model was seen to do; None: activations are left out, and all that is
+            temporary is taken to be there at once.
         moments: values that the optimizer keeps for each parameter.
+        merged: the activity is that of the parts of a unit, so many of them: their gradients wait
+            for the last one's.
     """
     held = list(resident(sizes, setting, moments))
     keeps = setting.launch_bytes == 0
@@ -59,6 +68,11 @@ def peak_of(
     reductions = [action.units for action in schedule.actions if action.kind == "reduce"]
     pairs = zip([(), *reductions], reductions, strict=False)
     most_messages = max((sum(messages[u] for u in (*a, *b)) for a, b in pairs), default=0)
+    local = max(_local_bytes(sizes, setting, unit) for unit in range(len(sizes.units)))
+    if activity is None:
+        everything = sum(h.bytes for h in held)
+        return Peak(-1, everything, schedule.windows_peak, most_messages, local)
+    waiting = local * (merged - 1) // merged
     open_now = made = 0
     sent: tuple[int, ...] = ()  # of the last two launches
     newest: tuple[int, ...] = ()
@@ -77,7 +91,7 @@ def peak_of(
                 fixed + (0 if keeps else made),
                 schedule.windows_peak if keeps else open_now,
                 most_messages if keeps else sum(messages[u] for u in sent),
-                activity.peaks[action.call],
+                activity.peaks[action.call] + waiting,
             )
             best = max(best, now, key=lambda peak: peak.bytes)
     return best
@@ -96,6 +110,11 @@ def message_bytes(sizes: ModelSizes, setting: Setting, unit: int) -> int:
         elif setting.shards > 1:
             total += facts.shard * width
     return total
+
+
+def _local_bytes(sizes: ModelSizes, setting: Setting, unit: int) -> int:
+    """Full gradients of a unit before they are reduced."""
+    return sum(f.total * f.compute.itemsize for f in reduced(sizes, setting, unit))
 
 
 def _gradient_bytes(sizes: ModelSizes, setting: Setting, unit: int) -> int:

@@ -54,14 +54,21 @@ def ledgers(work: Workload, found: Sequence[Candidate]) -> str:
         held = dict.fromkeys(CATEGORIES, 0)
         for holding in resident(work.sizes, candidate.setting, work.moments):
             held[holding.category] += holding.bytes
-        total = sum(held.values())
-        held["windows"] = rehearse(work.sizes, candidate.setting, calls_of(work)).windows_peak
-        moving = candidate.bytes - total - held["windows"]
-        columns.append([*held.values(), moving, candidate.bytes])
-    last = "gradients and messages on their way"
-    if work.activity is not None:
-        last += ", activations"
-    names = [*CATEGORIES[:-1], "windows, at most", last, "peak"]
+        peak = candidate.peak
+        # On devices cleared gradients are free until they are made again, which may be later.
+        cleared = peak.resident - sum(held.values())
+        held["windows"] = peak.windows
+        more = [cleared, peak.messages, peak.activations, peak.bytes]
+        columns.append([*held.values(), *more])
+    temporary = "local gradients" if work.activity is None else "activations, local gradients"
+    names = [
+        *CATEGORIES[:-1],
+        "windows",
+        "gradients not there yet",
+        "messages under way",
+        temporary,
+        "peak",
+    ]
     rows = [
         [name, *(f"{column[i]:,}" for column in columns)]
         for i, name in enumerate(names)
