@@ -35,6 +35,7 @@ else:
     from zerocore.scaler import GradScaler
     from zerocore.state import full_state_dict, gathered
     from zerocore.stats import Stats
+    from zerocore.tracing import trace
 
 __all__ = [
     "EMA",
@@ -60,4 +61,5 @@ __all__ = [
     "save",
     "shard",
     "stats",
+    "trace",
 ]

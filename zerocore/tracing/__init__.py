@@ -1,0 +1,5 @@
+"""Where the time of training goes: traces of ranks, and what can be said of them."""
+
+from zerocore.tracing.recorder import trace
+
+__all__ = ["trace"]
