@@ -35,7 +35,7 @@ else:
     from zerocore.scaler import GradScaler
     from zerocore.state import full_state_dict, gathered
     from zerocore.stats import Stats
-    from zerocore.tracing import trace
+    from zerocore.tracing.recorder import trace
 
 __all__ = [
     "EMA",

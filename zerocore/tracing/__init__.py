@@ -1,5 +1,1 @@
 """Where the time of training goes: traces of ranks, and what can be said of them."""
-
-from zerocore.tracing.recorder import trace
-
-__all__ = ["trace"]
