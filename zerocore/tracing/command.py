@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from zerocore.tracing.merging import merge, ranks_beside, read
+from zerocore.tracing.merging import aligned, merge, ranks_beside, read
 from zerocore.tracing.report import report
 
 
@@ -99,7 +99,7 @@ def _run_report(options: argparse.Namespace) -> int:
         files = options.files
         if len(files) == 1 and not files[0].exists():
             files = ranks_beside(files[0]) or files
-        traces = read(files)
+        traces, _ = aligned(read(files))
         print(report(traces, options.skip, options.peak_flops))
         if options.png is not None:
             from zerocore.tracing.picture import draw  # takes a second to import

@@ -68,14 +68,20 @@ def ranks_beside(path: Path) -> list[Path]:
 
 
 def merge(traces: list[Trace]) -> dict[str, Any]:
-    """One document of traces of one run, on the clock of the lowest rank.
+    """One document of traces of one run, on one clock; it says how they were aligned."""
+    traces, clocks = aligned(traces)
+    return chrome.document(traces, clocks=clocks)
+
+
+def aligned(traces: list[Trace]) -> tuple[list[Trace], dict[str, dict[str, Any]]]:
+    """Traces of one run on the clock of the lowest rank, and by rank what was done for it.
 
     A rank's clock is shifted by the median difference between the ends of the agreements that it
     and the lowest rank took part in; without any, by the wall clocks of their hosts.
     """
     lowest, *others = sorted(traces, key=lambda trace: trace.about["rank"])
     clocks = {str(lowest.about["rank"]): {"by": "the others follow it", "shift_seconds": 0.0}}
-    aligned = [lowest]
+    result = [lowest]
     reference = _ends(lowest)
     for trace in others:
         ends = _ends(trace)
@@ -88,8 +94,8 @@ def merge(traces: list[Trace]) -> dict[str, Any]:
             wall_clocks = trace.about["wall_clock"] - lowest.about["wall_clock"]
             shift, how = round(wall_clocks * 1e9), {"by": "wall clocks"}
         clocks[str(trace.about["rank"])] = {**how, "shift_seconds": shift / 1e9}
-        aligned.append(_shifted(trace, shift))
-    return chrome.document(aligned, clocks=clocks)
+        result.append(_shifted(trace, shift))
+    return result, clocks
 
 
 def _ends(trace: Trace) -> dict[tuple[Any, ...], int]:

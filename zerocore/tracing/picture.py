@@ -25,6 +25,7 @@ _COLORS = {
     "gather": "#F0E442",
     "reduction": "#E69F00",
 }
+_RANKS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 _LINES = ("-", "--", ":", "-.")
 # Rows of a rank, from the top, with the kinds in them; what is drawn later covers the rest.
 _ROWS = (
@@ -108,7 +109,6 @@ def _rows_of(trace: Trace, start: int, stop: int) -> list[tuple[str, list[Span]]
 
 
 def _draw_windows(axis: Any, traces: Sequence[Trace], start: int, stop: int) -> None:
-    colors = list(_COLORS.values())
     for place, trace in enumerate(traces):
         times = [time for time, _ in trace.windows]
         first, last = bisect.bisect_right(times, start), bisect.bisect_left(times, stop)
@@ -119,7 +119,7 @@ def _draw_windows(axis: Any, traces: Sequence[Trace], start: int, stop: int) -> 
             [(time - start) / 1e6 for time, _ in points],
             [level / 2**20 for _, level in points],
             where="post",
-            color=colors[place % 4],
+            color=_RANKS[place % 4],
             linestyle=_LINES[place % 4],
             linewidth=1.4,
             label=f"rank {trace.about['rank']}",

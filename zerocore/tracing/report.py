@@ -98,12 +98,11 @@ def _facts(traces: Sequence[Trace], ranks: Sequence[RankSteps]) -> list[str]:
         steps = [step for rank in ranks for step in rank.steps]
         total = statistics.fmean(step.communication for step in steps)
         exposed = statistics.fmean(step.exposed for step in steps)
-        most = (
-            "" if traces[0].about["on_device"] else "at most "
-        )  # a gather ends when it is asked for
+        # On the CPU a gather counts until the host asks for it.
+        most = "" if traces[0].about["on_device"] else "at most "
         lines.append(
-            f"overlap: {most}{100 * overlap:.1f} % of {_ms(total)} ms of communication in a step is "
-            f"hidden, {_ms(exposed)} ms are exposed"
+            f"overlap: {most}{100 * overlap:.1f} % of {_ms(total)} ms of communication in a step "
+            f"is hidden, {_ms(exposed)} ms are exposed"
         )
     straggler = straggler_of(ranks)
     if straggler is not None:
