@@ -20,7 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from zerocore import _C, registry
 from zerocore.runtime import Sharded
 from zerocore.tracing import chrome
-from zerocore.tracing.spans import Found, Model, Moment, Reader, Trace, levels, steps_of, united
+from zerocore.tracing.reader import Found, Model, Moment, Reader
+from zerocore.tracing.spans import Trace, levels, steps_of, united
 from zerocore.world import default_place, run_name
 
 _running: Path | None = None
