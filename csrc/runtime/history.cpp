@@ -20,7 +20,8 @@ int64_t Runtime::elements(int unit) const {
 
 void Runtime::note(const char* event, const char* kind, int unit, int64_t elements) {
   const char* dtype = elements > 0 && unit >= 0 ? this->dtype(unit, kind) : "";
-  log_->add({event, kind, phase_, unit, elements, transport_->launch(), dtype});
+  const int64_t launch = std::string_view(event) == "launch" ? transport_->launch() : -1;
+  log_->add({event, kind, phase_, unit, elements, launch, dtype});
 }
 
 // Where work is enqueued and timed, an event on the stream that computes begins an interval.

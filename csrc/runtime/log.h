@@ -24,8 +24,8 @@ struct Event {
   const char* phase;  // forward, backward, idle
   int unit;           // index of the unit, -1: the whole model
   int64_t elements;   // elements that the collective works on, padding included
-  // Number of the launch that it is part of; of begin and wait: of the timed interval on the device
-  // that it begins (Runtime::time_device). -1: none.
+  // Of launch: the number of what went out together; of begin and wait: of the timed interval on
+  // the device that begins (Runtime::time_device). -1: none.
   int64_t launch = -1;
   const char* dtype = "";  // of the elements; empty: of no or of several dtypes
 };

@@ -488,7 +488,7 @@ void Runtime::settle() {
     show_all(View::shard);
   }
   for (const auto& unit : units_) unit->running.clear();
-  intervals_.clear();
+  std::erase_if(intervals_, [](const Interval& interval) { return interval.unit >= 0; });
   notice_changes();
   phase_ = "idle";
 }

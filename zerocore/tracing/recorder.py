@@ -147,9 +147,11 @@ class _Records:
         self.sharded = sharded
         self.log = sharded.groups.journal.log
         self.on_device = sharded.device.type != "cpu"
+        before = time.monotonic()
         if self.on_device:
             sharded.core.time_device(True)
-        self.device_start = time.monotonic()
+            torch.accelerator.synchronize()
+        self.device_start = (before + time.monotonic()) / 2
         self.first = self.next = self.log.next
         self._kept: list[tuple] = []
         self._times: dict[int, tuple[float, float]] = {}  # on the device, by sequence number
@@ -228,7 +230,7 @@ class _Recorder:
         self._roots = [roots[sharded][1] for sharded in models]
         self._on_device = any(sharded.device.type != "cpu" for sharded in models)
         if self._on_device:
-            torch.accelerator.synchronize()  # so that the two clocks start together
+            torch.accelerator.synchronize()  # its clock starts when it is done
         self._start, wall = time.monotonic(), time.time()
         self._records = [_Records(roots[sharded][0], sharded) for sharded in models]
         rank, world = default_place()
