@@ -40,6 +40,8 @@ def trace(
     Each rank writes a file in Chrome's trace format when the block is left, also by an exception:
     `path`; of several ranks `out.rank0.json` and so on for "out.json". `trace merge` makes one of
     them, `trace report` says where the time goes. Not a collective: some ranks may do it alone.
+    Until the file is written, what was recorded is kept in memory: a few kilobytes for each unit
+    and step.
 
     Lanes: steps; data (from the end of a step to the next forward, with all other code of the
     loop); computations of units: forward, backward, and recompute (a unit called again in a
@@ -77,30 +79,29 @@ def trace(
             f"zerocore.trace: expected one trace at a time, got a second one inside of that to "
             f"{_running}"
         )
-    file = _File(Path(path))
-    recorder = _Recorder(model, models, {"tokens": tokens, "flops": flops})
-    _running = file.path
-    error: BaseException | None = None
-    try:
-        with recorder.hooked():
-            yield file.path
-    except BaseException as raised:
-        error = raised
-        raise
-    finally:
-        _running = None
-        _finish(file, recorder, error)
+    with _File(Path(path)) as file:
+        recorder = _Recorder(model, models, {"tokens": tokens, "flops": flops})
+        _running = file.path
+        error: BaseException | None = None
+        try:
+            with recorder.hooked():
+                yield file.path
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            _running = None
+            _finish(file, recorder, error)
 
 
 def _finish(file: _File, recorder: _Recorder, error: BaseException | None) -> None:
     try:
         file.write(chrome.document([recorder.finish(error)]))
     except Exception as failure:
-        file.remove()
         if error is None:
             raise
         # That of the block is on its way.
-        warnings.warn(f"zerocore.trace: {file.path} was not written: {failure}", stacklevel=3)
+        warnings.warn(f"zerocore.trace: {file.path} was not written: {failure}", stacklevel=5)
 
 
 def file_of(path: Path, rank: int, world: int) -> Path:
@@ -136,7 +137,10 @@ class _File:
         self._temporary.write_text(json.dumps(document))
         os.replace(self._temporary, self.path)
 
-    def remove(self) -> None:
+    def __enter__(self) -> _File:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._temporary.unlink(missing_ok=True)
 
 
