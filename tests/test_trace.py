@@ -623,3 +623,26 @@ def test_records_that_are_missing_end_nothing():
     ]
     assert found.spans[0].args["failed"] and found.spans[1].args["unfinished"]
     assert found.leases == [(1, 10), (52, -10)]
+
+
+def test_a_forward_begins_with_the_gather_of_the_root():
+    model = Model("", "m", {"": 10}, gathers=True, reduces=True, on_device=False)
+    found = Reader(model, 1).read(
+        moments(
+            (1, "need", "window", "", "forward", 10),
+            (2, "launch", "all_gather", "", "forward", 11),
+            (3, "wait", "all_gather", "", "forward", 12),
+            (4, "done", "all_gather", "", "forward", 20),
+            (5, "begin", "compute", "", "forward", 21),
+            (6, "begin", "compute", "a", "forward", 22),
+            (7, "end", "compute", "a", "forward", 29),
+            (8, "end", "compute", "", "forward", 30),
+        ),
+        40,
+    )
+    assert [(s.kind, s.name, s.begin, s.end) for s in found.spans] == [
+        ("gather wait", "root", 12, 20),
+        ("gather", "root", 11, 20),
+        ("forward", "a", 22, 29),
+        ("forward", "root", 10, 30),
+    ]

@@ -95,8 +95,8 @@ def test_a_wait_ends_with_the_gather_that_it_is_for(npus, tmp_path):
         for wait in waits:
             ends = [s.end for s in gathers if wait.name in s.name.split(", ")]
             assert any(end <= wait.end + slack for end in ends)
-        # What is computed comes after the gather of its window.
+        # What is computed comes after the gather of its window, which the root's forward contains.
         for span in spans:
-            if span.kind in ("forward", "backward"):
+            if span.kind in ("forward", "backward") and span.name != "root":
                 names = [s for s in gathers if span.name in s.name.split(", ")]
                 assert any(s.end <= span.begin + slack for s in names), span

@@ -5,13 +5,14 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zerocore.tracing import chrome
 from zerocore.tracing.breakdown import Step, percentile, steps_of
 from zerocore.tracing.spans import Span, Trace
 
 MOST_RANKS = 8  # that are drawn
+MOST_LANES = 4  # of what overlaps in a row; more cover each other
 
 # Okabe and Ito's colours, which are told apart with any colour vision ("Color Universal Design").
 _COLORS = {
@@ -37,6 +38,14 @@ _ROWS = (
 _WAITS = _ROWS[1][1]
 
 
+class _Row(NamedTuple):
+    """A row of a rank: spans, and the lane of each in it."""
+
+    name: str
+    spans: list[tuple[Span, int]]
+    lanes: int
+
+
 def draw(traces: Sequence[Trace], skip: int, out: Path) -> None:
     """Draws the step of the lowest rank whose time is the median.
 
@@ -59,7 +68,7 @@ def draw(traces: Sequence[Trace], skip: int, out: Path) -> None:
     start = min(step.begin for step in steps)
     stop = max(step.end for step in steps)
     rows = [_rows_of(trace, start, stop) for trace in traces]
-    height = sum(len(lanes) for lanes in rows)
+    height = len(_ROWS) * len(traces)
     leased = any(trace.windows for trace in traces)
     heights = [2.2, 0.28 * height + 0.8] if leased else [0.28 * height + 0.8]
     figure = Figure(figsize=(12, sum(heights) + 1.7), layout="constrained")
@@ -91,8 +100,8 @@ def _chosen(traces: Sequence[Trace], skip: int) -> list[Step]:
     return [own[number] for own in found]
 
 
-def _rows_of(trace: Trace, start: int, stop: int) -> list[tuple[str, list[Span]]]:
-    """(name, spans) of each row of a rank; what overlaps without being nested gets rows."""
+def _rows_of(trace: Trace, start: int, stop: int) -> list[_Row]:
+    """What is drawn of a rank."""
     device = trace.about["on_device"]
     spans = [
         span._replace(begin=max(span.begin, start), end=min(span.end, stop))
@@ -101,10 +110,9 @@ def _rows_of(trace: Trace, start: int, stop: int) -> list[tuple[str, list[Span]]
     ]
     rows = []
     for name, kinds in _ROWS:
-        lanes: dict[int, list[Span]] = {0: []}
-        for span, lane in chrome.nested(span for span in spans if span.kind in kinds):
-            lanes.setdefault(lane if name in ("gathers", "reductions") else 0, []).append(span)
-        rows += [("" if lane else name, lanes[lane]) for lane in sorted(lanes)]
+        placed = chrome.nested(span for span in spans if span.kind in kinds)
+        lanes = max((lane for _, lane in placed), default=0) + 1
+        rows.append(_Row(name, placed, min(lanes, MOST_LANES)))
     return rows
 
 
@@ -131,27 +139,28 @@ def _draw_windows(axis: Any, traces: Sequence[Trace], start: int, stop: int) -> 
 
 
 def _draw_rows(
-    axis: Any, traces: Sequence[Trace], rows: list[list[tuple[str, list[Span]]]], start: int
+    axis: Any, traces: Sequence[Trace], rows: Sequence[Sequence[_Row]], start: int
 ) -> None:
     ticks, labels, place = [], [], 0
     for trace, own in zip(traces, rows, strict=True):
         if place:
             axis.axhline(place - 0.5, color="#888888", linewidth=0.8)
-        for name, spans in own:
-            for span in spans:
+        for row in own:
+            height = 0.8 / row.lanes
+            for span, lane in row.spans:
+                bottom = place - 0.4 + height * (lane % row.lanes)
                 bar = ((span.begin - start) / 1e6, (span.end - span.begin) / 1e6)
                 # Compute has no borders: the root's span goes around those of the units.
                 width = 0 if span.name == "root" and span.kind in _ROWS[0][1] else 0.5
                 axis.broken_barh(
                     [bar],
-                    (place - 0.4, 0.8),
+                    (bottom, height),
                     facecolor=_COLORS[_colored(span)],
                     edgecolor="white",
                     linewidth=width,
                 )
-            if name:
-                ticks.append(place)
-                labels.append(f"rank {trace.about['rank']} {name}")
+            ticks.append(place)
+            labels.append(f"rank {trace.about['rank']} {row.name}")
             place += 1
     axis.set_yticks(ticks, labels)
     axis.set_ylim(place - 0.5, -0.5)
@@ -163,9 +172,9 @@ def _colored(span: Span) -> str:
     return "wait or agreement" if span.kind in _WAITS else span.kind
 
 
-def _add_legend(figure: Any, rows: list[list[tuple[str, list[Span]]]]) -> None:
+def _add_legend(figure: Any, rows: Sequence[Sequence[_Row]]) -> None:
     from matplotlib.patches import Patch
 
-    shown = {_colored(span) for own in rows for _, spans in own for span in spans}
+    shown = {_colored(span) for own in rows for row in own for span, _ in row.spans}
     patches = [Patch(color=_COLORS[name], label=name) for name in _COLORS if name in shown]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)

@@ -98,6 +98,8 @@ class Reader:
         self._open: list[Moment] = []  # begin, wait, enter
         self._collectives: dict[tuple[str, str | None], _Collective] = {}
         self._leased: set[str] = set()
+        self._first: Moment | None = None  # of the newest forward of the model
+        self._root_wait: Moment | None = None
         self._launches: dict[tuple[str, int], tuple[Moment, list[str]]] = {}
 
     def read(self, moments: Iterable[Moment], end: int) -> Found:
@@ -108,6 +110,8 @@ class Reader:
             if self._last is not None and moment.recoveries != self._last.recoveries:
                 self._close(self._last.time, failed=True)
             self._next, self._last = moment.sequence + 1, moment
+            if self._first is None or moment.forward != self._first.forward:
+                self._first = moment
             if (take := getattr(self, f"_{moment.event}", None)) is not None:
                 take(moment)
         self._close(end, unfinished=True)
@@ -168,13 +172,27 @@ class Reader:
                 return
 
     def _begin(self, moment: Moment) -> None:
+        if (moment.kind, moment.phase, moment.unit) == ("compute", "forward", ""):
+            moment = self._with_its_gather(moment)
         if moment.unit is None:  # one at a time: what raised did not end
             self._open = [b for b in self._open if (b.event, b.kind) != ("begin", moment.kind)]
         self._open.append(moment)
         if moment.device is not None and (kind := _kind_of(moment)) is not None:
             self._add(kind, self._name(moment.unit), *moment.device, device=True)
 
-    _wait = _enter = _begin
+    _enter = _begin
+
+    def _wait(self, moment: Moment) -> None:
+        if (moment.kind, moment.unit) == ("all_gather", ""):
+            self._root_wait = moment
+        self._begin(moment)
+
+    def _with_its_gather(self, moment: Moment) -> Moment:
+        """The forward of the whole model begins with the gather of the root, not behind it."""
+        wait = self._root_wait
+        if moment.device and wait and wait.device and wait.forward == moment.forward:
+            moment = moment._replace(device=(wait.device[0], moment.device[1]))
+        return moment._replace(time=self._first.time)
 
     def _end(self, moment: Moment) -> None:
         self._ended("begin", moment)
