@@ -118,12 +118,24 @@ def test_a_step_has_each_unit_once_and_the_collectives_that_stats_count(ranks, t
                 assert step.parts[part] > 0, part
 
 
+def sleep_in_backward(folder, seconds):
+    """Between the backwards of the second block and the first."""
+    model, opt = transformer(3)
+
+    def slow(_, args, output):
+        output.register_hook(lambda _: time.sleep(seconds))
+
+    model.blocks[0].register_forward_hook(slow)
+    with zerocore.trace(folder / "out.json", model) as file:
+        sharded.step(model, opt, "transformer", 0)
+    return file
+
+
 def test_a_reduction_ends_before_the_host_has_asked_for_it(ranks, tmp_path):
-    for file, *_ in ranks(2, train, tmp_path, 3):
-        document = kept(file)
-        last = max(s.begin for s in spans_of(document, "agreement"))
-        first = [s for s in spans_of(document, "reduction") if s.name == BLOCKS[-1]][-1]
-        assert first.begin < first.end < last
+    for document in map(kept, ranks(2, sleep_in_backward, tmp_path, 0.3)):
+        (reduction,) = (s for s in spans_of(document, "reduction") if s.name == BLOCKS[-1])
+        (wait,) = (s for s in spans_of(document, "reduce wait") if s.name == BLOCKS[-1])
+        assert reduction.begin < reduction.end < wait.begin - 100 * MILLION
 
 
 def test_micro_batches_are_one_step(ranks, tmp_path):
@@ -336,7 +348,7 @@ def sleep_in_forward(folder, seconds):
 def slow(ranks, tmp_path_factory):
     """A folder with the traces of two ranks, of which rank 1 sleeps in each forward."""
     folder = tmp_path_factory.mktemp("slow")
-    ranks(2, sleep_in_forward, folder, 0.04)
+    ranks(2, sleep_in_forward, folder, 0.08)
     return folder
 
 
@@ -381,12 +393,11 @@ def test_merging_puts_ranks_on_one_clock(folder):
     clock = merged["zerocore"]["clocks"]["1"]
     assert clock["by"] == "6 agreements"  # one a step, and one on the order of reductions
     assert clock["shift_seconds"] == pytest.approx(before["shift_seconds"] - 3.25, abs=1e-6)
-    assert clock["largest_deviation_seconds"] < 0.03
     ends = [
         [s.end for s in trace.spans if s.kind == "agreement"] for trace in chrome.traces_of(merged)
     ]
     apart = sorted(abs(x - y) for x, y in zip(*ends, strict=True))
-    assert len(apart) == 6 and apart[len(apart) // 2] < 5 * MILLION
+    assert len(apart) == 6 and apart[len(apart) // 2] < 20 * MILLION
     # As any rank sees it, nothing has moved.
     for trace, single in zip(chrome.traces_of(merged), (a, b), strict=True):
         assert [s.end - s.begin for s in trace.spans] == [s.end - s.begin for s in single.spans]
@@ -399,6 +410,17 @@ def test_without_common_agreements_wall_clocks_are_taken(folder):
     b.about["wall_clock"] = a.about["wall_clock"] + 2.5
     _, clocks = aligned([a, b])
     assert clocks["1"] == {"by": "wall clocks", "shift_seconds": 2.5}
+
+
+def test_one_agreement_that_a_rank_leaves_late_does_not_count():
+    first, second = synthetic(), synthetic(1)
+    for trace, ends in (first, (100, 200, 300)), (second, (160, 261, 900)):
+        args = [{"what": "agreement", "place": ["m", 0, at]} for at in range(3)]
+        spans = zip(ends, args, strict=True)
+        trace.spans = [Span("agreement", "agreement", 0, end, False, a) for end, a in spans]
+    _, clocks = aligned([first, second])
+    assert clocks["1"]["shift_seconds"] == pytest.approx(-61e-9)
+    assert clocks["1"]["largest_deviation_seconds"] == pytest.approx(539e-9)
 
 
 def run(capsys, *arguments):
@@ -484,6 +506,7 @@ def about(rank=0, **facts):
         "rank": rank,
         "world": 2,
         "run": "r",
+        "wall_clock": 0.0,
         "models": [model],
         "parameters": 1000,
         "on_device": False,
