@@ -19,7 +19,8 @@ from torch import nn
 import zerocore
 from zerocore import __main__ as commands
 from zerocore.tracing import breakdown, chrome
-from zerocore.tracing.merging import aligned, merge, ranks_beside, read
+from zerocore.tracing.files import ranks_beside
+from zerocore.tracing.merging import aligned, merge, read
 from zerocore.tracing.reader import Model, Moment, Reader
 from zerocore.tracing.report import report
 from zerocore.tracing.spans import KINDS, Span, Trace, steps_of
@@ -308,9 +309,11 @@ def refused(folder):
         attempt(folder / "out.json", nn.Linear(2, 2))
     with pytest.raises(ValueError, match="tokens: expected a positive number, got 0"):
         attempt(folder / "out.json", model, tokens=0)
+    with pytest.raises(ValueError, match="flops: expected a positive number, got inf"):
+        attempt(folder / "out.json", model, flops=float("inf"))
     with pytest.raises(ValueError, match="flops: expected a positive number, got 'many'"):
         attempt(folder / "out.json", model, flops="many")
-    with pytest.raises(FileNotFoundError, match=r"expected one in a folder that exists, got .*"):
+    with pytest.raises(FileNotFoundError, match=r"expected a file in a folder that exists, got .*"):
         attempt(folder / "missing" / "out.json", model)
     (folder / f"file{dist.get_rank()}").touch()
     with pytest.raises(FileNotFoundError, match="make .* first"):
@@ -473,6 +476,8 @@ def test_files_that_do_not_fit_are_refused(folder, capsys):
     assert "got a damaged one" in error("report", bad)
     assert "expected complete steps of every rank" in error("report", first, "--skip", "5")
     assert "-o: expected where to write to" in error("merge", first, second)
+    assert run(capsys, "merge", first, second, "-o", folder / "missing" / "out.json")[0] == 1
+    assert run(capsys, "merge", first, second, "-o", folder)[0] == 1
     with pytest.raises(SystemExit):
         run(capsys, "report", first, "--peak-flops", "-1")
 
@@ -513,6 +518,7 @@ def about(rank=0, **facts):
         "tokens": 50,
         "flops": None,
         "lost_records": 0,
+        "untimed_records": 0,
         "error": None,
         **facts,
     }

@@ -52,6 +52,7 @@ def test_the_device_has_lanes_of_its_own(npus, tmp_path, stage):
     for file, waits, launched in npus(2, train, tmp_path, stage):
         assert not waits, "tracing makes the host wait"
         trace, lanes = traced(file)
+        assert trace.about["untimed_records"] == 0
         for name in ("compute", "waits", "gathers", "reductions", "steps"):
             assert f"{name} (device)" in lanes
         assert not lanes & {"gathers", "reductions"}, "what the host sees is not their time"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from zerocore.tracing.merging import aligned, merge, ranks_beside, read
+from zerocore.tracing.files import TraceFile, ranks_beside
+from zerocore.tracing.merging import aligned, merge, read
 from zerocore.tracing.report import report
 
 
@@ -79,13 +78,9 @@ def _run_merge(options: argparse.Namespace) -> int:
             )
         traces = read(ranks or files)
         out = out or files[0]
-        document = merge(traces)
-        temporary = out.with_name(f"{out.name}.tmp{os.getpid()}")
-        try:
-            temporary.write_text(json.dumps(document), encoding="utf-8")
-            os.replace(temporary, out)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with TraceFile("-o", out) as file:
+            document = merge(traces)
+            file.write(document)
         for rank, clock in document["zerocore"]["clocks"].items():
             shift = f"clock shifted by {1e3 * clock['shift_seconds']:.3f} ms"
             print(f"rank {rank}: {shift} ({clock['by']})")

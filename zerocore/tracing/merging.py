@@ -57,16 +57,6 @@ def _read_file(path: Path) -> list[Trace]:
         raise ValueError(f"FILES: {path}: {error}") from None
 
 
-def ranks_beside(path: Path) -> list[Path]:
-    """The files that the ranks of a run wrote for `zerocore.trace(path)`, by rank."""
-    found = {}
-    for other in path.parent.glob("*.rank*"):
-        begin, _, number = other.stem.rpartition(".rank")
-        if (begin, other.suffix) == (path.stem, path.suffix) and number.isdecimal():
-            found[int(number)] = other
-    return [found[rank] for rank in sorted(found)]
-
-
 def merge(traces: list[Trace]) -> dict[str, Any]:
     """One document of traces of one run, on one clock; it says how they were aligned."""
     traces, clocks = aligned(traces)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 import os
 import platform
 import socket
 import time
 import warnings
 from collections.abc import Iterator
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from zerocore import _C, registry
 from zerocore.runtime import Sharded
 from zerocore.tracing import chrome
+from zerocore.tracing.files import TraceFile, file_of
 from zerocore.tracing.reader import Found, Model, Moment, Reader
 from zerocore.tracing.spans import Trace, levels, steps_of, united
 from zerocore.world import default_place, run_name
+
+MOST_UNTIMED = 8192  # records that wait for the device: more than it keeps the times of
 
 _running: Path | None = None
 
@@ -71,16 +75,15 @@ def trace(
     """
     global _running
     models = registry.require_sharded(model, "zerocore.trace")
-    for name, value in (("tokens", tokens), ("flops", flops)):
-        if value is not None and not (isinstance(value, int | float) and value > 0):
-            raise ValueError(f"zerocore.trace: {name}: expected a positive number, got {value!r}")
+    numbers = {"tokens": _positive("tokens", tokens), "flops": _positive("flops", flops)}
     if _running is not None:
         raise RuntimeError(
             f"zerocore.trace: expected one trace at a time, got a second one inside of that to "
             f"{_running}"
         )
-    with _File(Path(path)) as file:
-        recorder = _Recorder(model, models, {"tokens": tokens, "flops": flops})
+    place = file_of(Path(os.path.abspath(path)), *default_place())
+    with TraceFile("zerocore.trace: path", place) as file:
+        recorder = _Recorder(model, models, numbers)
         _running = file.path
         error: BaseException | None = None
         try:
@@ -94,7 +97,15 @@ def trace(
             _finish(file, recorder, error)
 
 
-def _finish(file: _File, recorder: _Recorder, error: BaseException | None) -> None:
+def _positive(name: str, value: float | None) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, Real) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"zerocore.trace: {name}: expected a positive number, got {value!r}")
+    return float(value)
+
+
+def _finish(file: TraceFile, recorder: _Recorder, error: BaseException | None) -> None:
     try:
         file.write(chrome.document([recorder.finish(error)]))
     except Exception as failure:
@@ -102,46 +113,6 @@ def _finish(file: _File, recorder: _Recorder, error: BaseException | None) -> No
             raise
         # That of the block is on its way.
         warnings.warn(f"zerocore.trace: {file.path} was not written: {failure}", stacklevel=5)
-
-
-def file_of(path: Path, rank: int, world: int) -> Path:
-    """Where this rank's trace goes."""
-    return path if world == 1 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
-
-
-class _File:
-    """The file of this rank, which is there under its name when all of it is written."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = file_of(path, *default_place())
-        self._temporary = self.path.with_name(f"{self.path.name}.tmp{os.getpid()}")
-        if self.path.is_dir() or not self.path.name:
-            raise IsADirectoryError(
-                f"zerocore.trace: path: expected a file such as out.json, got the folder {path}"
-            )
-        if not self.path.parent.is_dir():
-            raise FileNotFoundError(
-                f"zerocore.trace: path: expected one in a folder that exists, got {path}; make "
-                f"{self.path.parent} first"
-            )
-        try:
-            self._temporary.touch()
-        except OSError as error:
-            raise type(error)(
-                error.errno,
-                f"zerocore.trace: path: expected a folder that can be written to, got "
-                f"{self.path.parent}: {error.strerror}",
-            ) from error
-
-    def write(self, document: dict[str, Any]) -> None:
-        self._temporary.write_text(json.dumps(document))
-        os.replace(self._temporary, self.path)
-
-    def __enter__(self) -> _File:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._temporary.unlink(missing_ok=True)
 
 
 class _Records:
@@ -160,6 +131,7 @@ class _Records:
         self._kept: list[tuple] = []
         self._times: dict[int, tuple[float, float]] = {}  # on the device, by sequence number
         self._untimed: list[tuple] = []
+        self._missed = 0
         units, core = sharded.units, sharded.core
         sizes = {
             unit: sum(core.window_bytes(i, f) for f in range(len(sharded.flats[i])))
@@ -184,6 +156,13 @@ class _Records:
         if self.on_device:
             self._untimed += [r for r in new if r[1] in ("launch", "begin", "wait") and r[11] >= 0]
             self._untimed = [record for record in self._untimed if not self._timed(record)]
+            self._missed += len(self._untimed[:-MOST_UNTIMED])
+            del self._untimed[:-MOST_UNTIMED]
+
+    @property
+    def untimed(self) -> int:
+        """Records whose times on the device are not known."""
+        return self._missed + len(self._untimed)
 
     def _timed(self, record: tuple) -> bool:
         times = self.sharded.core.device_times(record[1], record[11])
@@ -292,6 +271,7 @@ class _Recorder:
         leases = [lease for f in found for lease in f.leases]
         about = self._about | {
             "lost_records": sum(f.lost for f in found),
+            "untimed_records": sum(records.untimed for records in self._records),
             "error": None if error is None else f"{type(error).__name__}: {error}"[:500],
         }
         return Trace(about, spans, levels(leases))

@@ -157,6 +157,11 @@ def _warnings(traces: Sequence[Trace], ranks: Sequence[RankSteps]) -> list[str]:
                 f"rank {rank.rank}: {_count(lost, 'record')} lost (the log was full, or was reset);"
                 f" {left_out} left out"
             )
+        if untimed := trace.about["untimed_records"]:
+            lines.append(
+                f"rank {rank.rank}: the device's times of {_count(untimed, 'record')} are not "
+                "known, and their time is counted as other"
+            )
         if error := trace.about["error"]:
             lines.append(f"rank {rank.rank}: the traced block ended with {error}")
     return lines
