@@ -578,10 +578,14 @@ def test_a_report_by_hand():
     assert "step time: mean 100.000 ms, p50 100.000 ms, p99 100.000 ms" in text
     assert "overlap: at most 63.3 % of 30.000 ms" in text and "11.000 ms are exposed" in text
     assert "rank 1 makes the others wait: in a step it waits 11.000 ms, they 17.000 ms" in text
-    assert "of its forward it has 6.000 ms more" in text
+    assert "its forward takes 6.000 ms longer" in text
     assert "tokens/s: 1,000 of all ranks" in text
     # 6 * 1000 parameters * 50 tokens in 0.1 s, of 1e7 FLOP/s
     assert "utilisation: 30.00 % of 1e+07 FLOP/s, assuming 6 FLOPs" in text
+    many = report([synthetic(rank, slow=rank % 2, world=9) for rank in range(9)], 0, None)
+    row = next(line.split() for line in many.splitlines() if line.startswith("forward"))
+    assert row == ["forward", "26.444", "26.4", "%", "26.000", "27.000"]
+    assert "least        most" in many and "straggler: none" in many
     given = report([synthetic(flops=2e5)], 0, 1e7)
     assert "utilisation: 20.00 % of 1e+07 FLOP/s, FLOPs as given" in given
     nothing = report([synthetic(tokens=None)], 0, 1e7)

@@ -54,13 +54,16 @@ def _heading(traces: Sequence[Trace], ranks: Sequence[RankSteps]) -> list[str]:
     dtypes = sorted({dtype for model in about["models"] for dtype in model["dtypes"]})
     steps = ranks[0].steps
     skipped = ranks[0].skipped
-    left_out = f", without the first {skipped} (buffers are made there; --skip)" if skipped else ""
+    left_out = ""
+    if skipped:
+        which_steps = "the first step is" if skipped == 1 else f"the first {skipped} steps are"
+        left_out = f"; {which_steps} left out, where buffers are made (--skip)"
     where = "on the device" if about["on_device"] else "on the host"
     return [
         f"{which}, stage {outer['stage']}, {units} units, {about['parameters']:,} parameters, "
         f"computed in {', '.join(dtypes)}",
-        f"{_count(len(steps), 'step')}, {steps[0].number} to {steps[-1].number}{left_out}; times "
-        f"{where}, ms",
+        f"{_count(len(steps), 'step')}, numbers {steps[0].number} to {steps[-1].number}{left_out}",
+        f"times {where}, in ms",
     ]
 
 
@@ -106,10 +109,11 @@ def _facts(traces: Sequence[Trace], ranks: Sequence[RankSteps]) -> list[str]:
         )
     straggler = straggler_of(ranks)
     if straggler is not None:
+        longer = f"; its {straggler.part} takes {_ms(straggler.more)} ms longer"
         lines.append(
             f"straggler: rank {straggler.rank} makes the others wait: in a step it waits "
-            f"{_ms(straggler.waits)} ms, they {_ms(straggler.others)} ms; of its {straggler.part} "
-            f"it has {_ms(straggler.more)} ms more"
+            f"{_ms(straggler.waits)} ms, they {_ms(straggler.others)} ms"
+            f"{longer if straggler.more > 0 else ''}"
         )
     elif len(ranks) > 1:
         lines.append("straggler: none (the ranks wait for about as long)")
