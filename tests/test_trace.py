@@ -679,3 +679,22 @@ def test_a_forward_begins_with_the_gather_of_the_root():
         ("forward", "a", 22, 29),
         ("forward", "root", 10, 30),
     ]
+
+
+def test_a_reduction_may_be_over_before_its_launch_is_logged():
+    model = Model("", "m", {}, gathers=True, reduces=True, on_device=False)
+    found = Reader(model, 1).read(
+        moments(
+            (1, "finish", "reduce", "a", "backward", 10),
+            (2, "launch", "reduce", "a", "backward", 11),
+            (3, "launch", "reduce", "b", "backward", 12),
+            (4, "finish", "reduce", "b", "backward", 15),
+            (5, "wait", "reduce", "a", "backward", 20),
+            (6, "done", "reduce", "a", "backward", 21),
+            (7, "wait", "reduce", "b", "backward", 22),
+            (8, "done", "reduce", "b", "backward", 23),
+        ),
+        40,
+    )
+    reductions = [(s.name, s.begin, s.end) for s in found.spans if s.kind == "reduction"]
+    assert reductions == [("a", 11, 11), ("b", 12, 15)]

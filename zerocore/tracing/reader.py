@@ -97,6 +97,7 @@ class Reader:
         self._last: Moment | None = None
         self._open: list[Moment] = []  # begin, wait, enter
         self._collectives: dict[tuple[str, str | None], _Collective] = {}
+        self._finished: dict[tuple[str, str | None], int] = {}  # before it was noted as launched
         self._leased: set[str] = set()
         self._first: Moment | None = None  # of the newest forward of the model
         self._root_wait: Moment | None = None
@@ -140,6 +141,7 @@ class Reader:
         self.found.gaps.append((before, moment.time))
         self._open.clear()
         self._collectives.clear()
+        self._finished.clear()
 
     def _close(self, end: int, **args: bool) -> None:
         """Nothing that is open will end by itself."""
@@ -205,7 +207,7 @@ class Reader:
         before = self._collectives.pop(key, None)
         if before is not None:  # reduced twice in one backward
             self._collected(*key, before, moment.time)
-        self._collectives[key] = _Collective(moment)
+        self._collectives[key] = _Collective(moment, self._finished.pop(key, None))
         if moment.kind == "all_gather":
             self._lease(moment)
         if moment.device is not None:
@@ -213,8 +215,11 @@ class Reader:
             units.append(self._name(moment.unit))
 
     def _finish(self, moment: Moment) -> None:
-        if (collective := self._collectives.get((moment.kind, moment.unit))) is not None:
+        key = moment.kind, moment.unit
+        if (collective := self._collectives.get(key)) is not None:
             collective.finished = moment.time
+        else:
+            self._finished[key] = moment.time
 
     def _done(self, moment: Moment) -> None:
         self._ended("wait", moment)
