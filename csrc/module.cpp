@@ -80,21 +80,12 @@ py::dict traffic(Runtime& self) {
 }
 
 py::list records(Runtime& self) {
-  const std::vector<Record> newest = self.log().records();
-  std::vector<std::optional<std::pair<double, double>>> times;
-  {
-    const py::gil_scoped_release no_gil;  // a backward under way may wait for it
-    for (const Record& record : newest) {
-      times.push_back(self.device_times(record.event, record.launch));
-    }
-  }
   py::list result;
-  for (size_t i = 0; i < newest.size(); ++i) {
-    const Record& record = newest[i];
+  for (const Record& record : self.log().records()) {
     const std::string unit = record.unit < 0 ? "" : self.unit_name(record.unit);
-    result.append(py::make_tuple(record.sequence, record.event, record.kind, unit, record.elements,
-                                 record.phase, record.time, times[i], record.dtype,
-                                 record.forward));
+    result.append(py::make_tuple(
+        record.sequence, record.event, record.kind, unit, record.elements, record.phase,
+        record.time, self.device_times(record.event, record.launch), record.dtype, record.forward));
   }
   return result;
 }
@@ -191,7 +182,7 @@ void bind_runtime(py::module_& m) {
       .def("begin_span", no_gil(&Runtime::begin_span))
       .def("end_span", no_gil(&Runtime::end_span))
       .def("time_device", no_gil(&Runtime::time_device))
-      .def("device_times", no_gil(&Runtime::device_times))
+      .def("device_times", &Runtime::device_times)
       // (id, device index, device type) of the streams of gathers and of reductions.
       .def("streams",
            [](const Runtime& self) {

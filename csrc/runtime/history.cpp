@@ -27,9 +27,9 @@ void Runtime::note(const char* event, const char* kind, int unit, int64_t elemen
 // Where work is enqueued and timed, an event on the stream that computes begins an interval.
 void Runtime::begin(const char* event, const char* kind, int unit) {
   int64_t number = -1;
-  if (times_) {
+  if (times_.on()) {
     number = next_interval_++;
-    times_->begin(number, streams_.current());
+    times_.begin(number, streams_.current());
     intervals_.push_back({kind, unit, number});
   }
   const int64_t elements =
@@ -43,7 +43,7 @@ void Runtime::end(const char* event, const char* kind, int unit) {
     return i.kind == std::string_view(kind) && i.unit == unit;
   });
   if (begun != intervals_.rend()) {
-    times_->end(begun->number, streams_.current());
+    times_.end(begun->number, streams_.current());
     intervals_.erase(std::next(begun).base());
   }
   note(event, kind, unit, std::string_view(event) == "done" && unit >= 0 ? elements(unit) : 0);
@@ -64,16 +64,14 @@ void Runtime::time_device(bool on) {
   std::shared_ptr<const TimesStart> start;
   if (on && streams_.asynchronous()) start = std::make_shared<TimesStart>(streams_.current());
   intervals_.clear();
-  times_ = start ? std::make_unique<Times>(start) : nullptr;
+  times_.start(start);
   transport_->time_launches(std::move(start));
 }
 
 std::optional<std::pair<double, double>> Runtime::device_times(const std::string& event,
-                                                               int64_t number) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+                                                               int64_t number) const {
   if (event == "launch") return transport_->times(number);
-  const bool timed = times_ && (event == "begin" || event == "wait");
-  return timed ? times_->of(number) : std::nullopt;
+  return event == "begin" || event == "wait" ? times_.of(number) : std::nullopt;
 }
 
 const char* Runtime::dtype(int unit, const char* kind) const {

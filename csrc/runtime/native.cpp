@@ -154,11 +154,11 @@ class NativeTransport : public Transport {
   }
 
   void time_launches(std::shared_ptr<const TimesStart> start) override {
-    times_ = start ? std::make_unique<Times>(std::move(start)) : nullptr;
+    times_.start(std::move(start));
   }
   int64_t launch() const override { return launches_; }
   std::optional<std::pair<double, double>> times(int64_t launch) const override {
-    return times_ ? times_->of(launch) : std::nullopt;
+    return times_.of(launch);
   }
 
   std::optional<std::pair<int64_t, double>> under_way() override { return sent_.under_way(); }
@@ -223,10 +223,10 @@ class NativeTransport : public Transport {
     const c10::InferenceMode normal(false);
     const c10::StreamGuard on(stream);
     const int64_t number = launches_++;
-    if (times_) times_->begin(number, stream);
+    if (times_.on()) times_.begin(number, stream);
     Mark begin = streams_.mark(stream);
     collectives();
-    if (times_) times_->end(number, stream);
+    if (times_.on()) times_.end(number, stream);
     launch.end = streams_.mark(stream);
     sent_.add(number, std::move(begin), launch.end);
   }
@@ -329,7 +329,7 @@ class NativeTransport : public Transport {
   const std::shared_ptr<DevicePool> buffers_;
   Streams& streams_;
   const std::shared_ptr<Log> log_;
-  std::unique_ptr<Times> times_;
+  Times times_;
   Sent sent_;
   int64_t launches_ = 0;
   int depth_ = 0;

@@ -117,8 +117,9 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   // computing stream waits for; nothing where work is not enqueued.
   void time_device(bool on);
   // Of the record with this event and launch number, in seconds since time_device; nothing if it
-  // was not timed, is not over, or is too old.
-  std::optional<std::pair<double, double>> device_times(const std::string& event, int64_t number);
+  // was not timed, is not over, or is too old. Any thread may ask.
+  std::optional<std::pair<double, double>> device_times(const std::string& event,
+                                                        int64_t number) const;
 
   int units() const { return static_cast<int>(units_.size()); }
   const std::string& unit_name(int unit) const { return units_.at(unit)->name; }
@@ -265,7 +266,7 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
     int unit;
     int64_t number;
   };
-  std::unique_ptr<Times> times_;
+  Times times_;
   std::vector<Interval> intervals_;
   int64_t next_interval_ = 0;
   const char* phase_ = "idle";

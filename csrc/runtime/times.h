@@ -4,8 +4,10 @@
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -26,11 +28,23 @@ class TimesStart {
   c10::Event event_;
 };
 
-// The newest intervals, by their numbers, which are counted up.
+// The newest intervals, by their numbers, which are counted up. Any thread may ask.
 class Times {
  public:
-  explicit Times(std::shared_ptr<const TimesStart> start) : start_(std::move(start)) {}
+  // From now on there are times, since then; nothing: there are none any more.
+  void start(std::shared_ptr<const TimesStart> start) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    start_ = std::move(start);
+    ring_.clear();
+    if (start_) ring_.resize(kRing);
+    on_ = start_ != nullptr;
+  }
+  bool on() const { return on_; }
+
+  // Nothing happens while it is off.
   void begin(int64_t number, const c10::Stream& stream) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!start_) return;
     Interval& interval = ring_[number % kRing];
     interval.number = number;
     interval.begin.emplace(stream.device_type(), TimesStart::kFlag);
@@ -38,12 +52,13 @@ class Times {
     interval.begin->record(stream);
   }
   void end(int64_t number, const c10::Stream& stream) {
-    Interval& interval = ring_[number % kRing];
-    if (interval.number == number) interval.end->record(stream);
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (start_ && ring_[number % kRing].number == number) ring_[number % kRing].end->record(stream);
   }
   // In seconds; nothing if it was not timed, is not over, or is too old.
   std::optional<std::pair<double, double>> of(int64_t number) const {
-    if (number < 0) return std::nullopt;
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!start_ || number < 0) return std::nullopt;
     const Interval& interval = ring_[number % kRing];
     if (interval.number != number || !interval.end->was_marked_for_recording()) return std::nullopt;
     if (!interval.end->query()) return std::nullopt;
@@ -58,8 +73,10 @@ class Times {
     std::optional<c10::Event> end;
   };
 
+  std::atomic<bool> on_ = false;
+  mutable std::mutex mutex_;
   std::shared_ptr<const TimesStart> start_;
-  std::vector<Interval> ring_ = std::vector<Interval>(kRing);
+  std::vector<Interval> ring_;
 };
 
 }  // namespace zerocore
