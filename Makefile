@@ -23,8 +23,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 BUILD_TOOLS := numpy pybind11 ninja "setuptools>=77" wheel
 # They show what nvcc made of the kernels.
 CUDA_TOOLS := nvidia-cuda-cuobjdump==13.2.51 nvidia-cuda-nvdisasm==13.2.51
-# safetensors and torchdata: what reads and resumes what zerocore writes and saves.
-TEST_TOOLS := pytest safetensors torchdata ruff==0.17.6 clang-format==23.1.5
+# safetensors and torchdata read and resume what zerocore writes and saves; transformers has models
+# that zerocore did not make; matplotlib draws traces.
+TEST_TOOLS := pytest safetensors torchdata transformers matplotlib ruff==0.17.6 clang-format==23.1.5
 CMAKE_TOOL := $(if $(shell command -v cmake),,cmake)
 REQUIREMENTS := $(TORCH) $(BUILD_TOOLS) $(TEST_TOOLS) $(CMAKE_TOOL) $(if $(shell command -v nvcc),$(CUDA_TOOLS))
 # cuobjdump tells what an extension holds for GPUs.

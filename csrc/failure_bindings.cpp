@@ -43,7 +43,8 @@ void bind_failures(py::module_& m) {
       .def("records", &records, py::arg("start") = 0)
       .def_property_readonly("recoveries", &Log::recoveries)
       .def_property_readonly("next", &Log::next)
-      .def_property_readonly("now", &Log::now);
+      .def_property_readonly("now", &Log::now)
+      .def_property_readonly("start", &Log::start);
   py::class_<Fault, std::shared_ptr<Fault>>(m, "Fault")
       .def(py::init<Fault::Explain>())
       .def("set", &Fault::set)

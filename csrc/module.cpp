@@ -85,11 +85,9 @@ py::list records(Runtime& self) {
   py::list result;
   for (const Record& record : self.log().records()) {
     const std::string unit = record.unit < 0 ? "" : self.unit_name(record.unit);
-    const bool collective = std::string(record.event) == "launch";
-    result.append(py::make_tuple(record.sequence, record.event, record.kind, unit, record.elements,
-                                 record.phase, record.time,
-                                 collective ? self.transport().times(record.launch) : std::nullopt,
-                                 record.dtype, record.forward));
+    result.append(py::make_tuple(
+        record.sequence, record.event, record.kind, unit, record.elements, record.phase,
+        record.time, self.device_times(record.event, record.launch), record.dtype, record.forward));
   }
   return result;
 }
@@ -183,7 +181,10 @@ void bind_runtime(py::module_& m) {
       .def("records", &records)
       .def("under_way", torch::wrap_pybind_function_no_gil(
                             [](Runtime& self) { return self.transport().under_way(); }))
-      .def("time_launches", [](Runtime& self, bool on) { self.transport().time_launches(on); })
+      .def("begin_span", no_gil(&Runtime::begin_span))
+      .def("end_span", no_gil(&Runtime::end_span))
+      .def("time_device", no_gil(&Runtime::time_device))
+      .def("device_times", &Runtime::device_times)
       // (id, device index, device type) of the streams of gathers and of reductions.
       .def("streams",
            [](const Runtime& self) {

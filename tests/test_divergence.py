@@ -17,7 +17,7 @@ import sharded
 from drills import TIMEOUT
 from ranks import Pool
 
-from zerocore.diagnosis import Raised, RankState, first_divergence
+from zerocore.diagnosis import ModelState, Raised, RankState, Step, first_divergence
 
 SLACK_SECONDS = 6.0  # of a loaded machine
 START_SECONDS = 240.0  # what it may take to start several processes on one
@@ -280,6 +280,17 @@ def test_a_crash_explains_logs_that_were_cut_off():
     states = {0: RankState("lost", {}), 1: RankState("crashed", {}, crash)}
     said = first_divergence(states)
     assert "rank 1 ended with an exception, BadBatchError: label out of range" in said
+
+
+def test_a_rank_that_recomputes_is_in_that_unit():
+    place = [8, "", "backward", 1.0, 3, 0, -1]
+    steps = [
+        Step(1, "begin", "compute", "blocks.1", *place),
+        Step(2, "begin", "recompute", "blocks.0", *place),
+        Step(3, "end", "recompute", "blocks.0", *place),
+    ]
+    assert ModelState(2.0, 0, steps[:2]).computes().unit == "blocks.0"
+    assert ModelState(2.0, 0, steps).computes().unit == "blocks.1"
 
 
 def test_logs_that_are_none(tmp_path):

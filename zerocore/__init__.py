@@ -1,5 +1,6 @@
 """zerocore: sharded data parallelism for PyTorch (ZeRO stages 0 to 3) behind one call."""
 
+import os
 import sys
 from itertools import pairwise
 
@@ -7,8 +8,9 @@ import torch  # noqa: F401  (its libraries must be loaded before the extension)
 
 
 def _is_command() -> bool:
-    """Whether this is `python -m zerocore`, whose `env` tells what keeps the extension away."""
-    return sys.argv[:1] == ["-m"] and ("-m", "zerocore") in pairwise(sys.orig_argv)
+    """Whether this is `zerocore` or `python -m zerocore`: `env` tells what is wrong."""
+    as_module = sys.argv[:1] == ["-m"] and ("-m", "zerocore") in pairwise(sys.orig_argv)
+    return as_module or os.path.basename("".join(sys.argv[:1])) == "zerocore"
 
 
 try:
@@ -35,6 +37,7 @@ else:
     from zerocore.scaler import GradScaler
     from zerocore.state import full_state_dict, gathered
     from zerocore.stats import Stats
+    from zerocore.tracing.recorder import trace
 
 __all__ = [
     "EMA",
@@ -60,4 +63,5 @@ __all__ = [
     "save",
     "shard",
     "stats",
+    "trace",
 ]

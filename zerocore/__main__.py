@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zerocore import env
+from zerocore.tracing import command as trace
 
 SECONDS = 2.0  # between two lines about progress
 
@@ -132,6 +133,7 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("diagnose", help=about, description=f"Prints {about}.")
     command.add_argument("folder", metavar="DIR", help="with rank0.jsonl and so on")
     command.set_defaults(run=run_diagnose)
+    trace.add(commands)
     if "zerocore._C" in sys.modules:  # without the extension `env` still tells why
         from zerocore.planner import command as plan
 

@@ -77,7 +77,7 @@ class ModelState:
         for step in self.steps:
             if running and step.recoveries != running[-1].recoveries:
                 running = []
-            if step.kind != "compute":
+            if step.kind not in ("compute", "recompute"):
                 continue
             if step.event == "begin":
                 running.append(step)
@@ -145,6 +145,7 @@ _KINDS = {
     "agreement": "the agreement at the end of backward",
     "divergence": "the comparison of what ranks did",
     "order": "the agreement on an order of reductions",
+    "packing": "the packing of gradients",
     "drain": "its last all-gathers to be read",
 }
 
@@ -367,7 +368,7 @@ def _doing(state: RankState, past: bool = False) -> str:
     if step.event == "raise" or (model.raised and model.raised[-1].forward == step.forward):
         return f"had {model.exception(step.recoveries)} ({ago} ago)"
     where = _place(step.phase, None, step.forward)
-    if step.kind == "drain":
+    if step.kind in ("drain", "optimizer"):
         where = f"the step after forward {step.forward}"
     if step.event in ("done", "leave") and step.kind in ("agreement", "reduce", "order"):
         where = f"the backward of forward {step.forward}"

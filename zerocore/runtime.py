@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import warnings
@@ -70,6 +71,18 @@ def map_tensors(value: Any, change: Any) -> Any:
         }
         return dataclasses.replace(value, **changed)
     return value
+
+
+@contextlib.contextmanager
+def logged(models: Iterable[Sharded], kind: str) -> Iterator[None]:
+    """Logs the beginning and the end of what this rank does with models outside of their passes."""
+    for sharded in models:
+        sharded.core.begin_span(kind)
+    try:
+        yield
+    finally:
+        for sharded in models:
+            sharded.core.end_span(kind)
 
 
 def _require_original(module: nn.Module, original: nn.Module | None, what: str) -> None:

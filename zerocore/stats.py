@@ -38,16 +38,21 @@ class Record(NamedTuple):
     """Something that happened."""
 
     sequence: int  # goes on after a reset
-    # launch, wait (the host needs the result), done; begin, end; need (of a window); enter, leave
-    # (of what the host takes part in); raise (an exception that passed through the model)
+    # launch, wait (the host needs the result), done, finish (of a reduction on the CPU, whether or
+    # not the host has asked for it; one for each flat buffer); begin, end; need, release (of a
+    # window); enter, leave (of what the host takes part in); raise (an exception that passed
+    # through the model)
     event: str
-    kind: str  # all_gather, reduce; compute; window; what was entered
+    # all_gather, reduce, drain, packing; window; compute, recompute (a forward inside a backward),
+    # optimizer, checkpoint; what was entered
+    kind: str
     unit: str
     elements: int  # of the unit's flat buffers
     phase: str  # forward, backward, idle
     time: float  # seconds on the host, from an arbitrary start
-    # When a launched collective began and ended on the device, in seconds since `time_launches`;
-    # None without it, before the end, and on the CPU.
+    # Of launch, begin and wait: when the collective, the computation, or the wait of the computing
+    # stream began and ended on the device, in seconds since `time_launches`; None without it,
+    # before the end, and on the CPU.
     device_times: tuple[float, float] | None
     dtype: str  # of the elements; empty: of none, or of several
     forward: int  # number of the newest forward, from 1
@@ -120,12 +125,12 @@ class Stats:
         return [Record(*record) for sharded in self._sharded for record in sharded.core.records()]
 
     def time_launches(self, on: bool = True) -> None:
-        """From now on the log has the times of collectives on the device, taken by events.
+        """From now on the log has times on the device, taken by events.
 
         Collectives that are launched together have the same times.
         """
         for sharded in self._sharded:
-            sharded.core.time_launches(on)
+            sharded.core.time_device(on)
 
     def reset(self) -> None:
         """Forgets collectives, the log, and the peak of the windows."""

@@ -104,6 +104,7 @@ def _checked_closure(
 def _prepare(optimizer: Optimizer, places: _Places) -> None:
     """Makes sure that all gradients are reduced, and in the dtype that the optimizer expects."""
     for sharded in places:
+        sharded.core.begin_span("optimizer")
         if sharded.shows_average:
             raise RuntimeError(
                 "zerocore: expected optimizer.step() outside of zerocore.EMA.applied(), where the "
@@ -126,6 +127,7 @@ def _after(optimizer: Optimizer, args: object, kwargs: object) -> None:
     for sharded, flats in _plan_of(optimizer).places().items():
         for unit, flat in flats:
             sharded.core.after_step(unit, flat)
+        sharded.core.end_span("optimizer")
 
 
 def models_of(optimizer: Optimizer) -> list[Sharded]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterable
 from datetime import timedelta
 
@@ -40,6 +41,18 @@ def default_timeout() -> timedelta:
     world = dist.group.WORLD
     options = getattr(world._get_backend(world._device_types[0]), "options", None)
     return getattr(options, "_timeout", c10d.default_pg_timeout)
+
+
+def run_name() -> str:
+    """The same on all ranks, and another one in another run; "" without a default group.
+
+    The first rank that asks makes it and leaves it in the group's store; none waits for another.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return ""
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep the store
+    store = c10d._get_default_store()
+    return store.compare_set(f"zerocore/{start}/run", "", uuid.uuid4().hex).decode()
 
 
 def store_host() -> str:

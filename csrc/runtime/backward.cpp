@@ -116,7 +116,7 @@ void Runtime::enter_backward_of(int unit) {
   need(unit);
   scheduler_->demand(unit);
   show(unit, View::window);
-  note("begin", "compute", unit, 0);
+  begin("begin", "compute", unit);
 }
 
 void Runtime::gradient_ready(int unit, int flat, int64_t param) {
@@ -147,7 +147,7 @@ void Runtime::finish_backward_of(int unit) {
   if (!state.in_backward) return;
   state.in_backward = false;
   state.differentiating.clear();
-  note("end", "compute", unit, 0);
+  end("end", "compute", unit);
   scheduler_->release(unit);
   show(unit, View::shard);
 }
@@ -180,7 +180,11 @@ void Runtime::launch_reductions() {
   if (taken_.empty()) return;
   fault_->check();
   streams_.wait(streams_.reduce(), streams_.here(streams_.current()), Wait::gradients_ready);
-  if (packing_) streams_.wait(streams_.current(), packing_->first, Wait::gradients_packed);
+  if (packing_) {
+    begin("wait", "packing", -1);
+    streams_.wait(streams_.current(), packing_->first, Wait::gradients_packed);
+    end("done", "packing", -1);
+  }
   packing_.reset();
   std::vector<at::Tensor> held;
   transport_->begin_launch();
@@ -210,13 +214,13 @@ void Runtime::end_backward() {
     launch_reductions();
     for (int unit = 0; unit < units(); ++unit) {
       Unit& state = *units_[unit];
-      if (state.issued) note("wait", "reduce", unit, elements(unit));
+      if (state.issued) begin("wait", "reduce", unit);
       waiting("reduction", unit, [&] {
         for (size_t f = 0; f < state.flats.size(); ++f) {
           state.gradients[f]->finish(agreement.used[unit][f]);
         }
       });
-      if (state.issued) note("done", "reduce", unit, elements(unit));
+      if (state.issued) end("done", "reduce", unit);
     }
     packing_.reset();
     if (!order_agreed_) adopt_observed_order();

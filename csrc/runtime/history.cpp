@@ -3,6 +3,7 @@
 #include <ATen/ops/full.h>
 
 #include <algorithm>
+#include <iterator>
 #include <stdexcept>
 #include <string_view>
 #include <utility>
@@ -19,7 +20,58 @@ int64_t Runtime::elements(int unit) const {
 
 void Runtime::note(const char* event, const char* kind, int unit, int64_t elements) {
   const char* dtype = elements > 0 && unit >= 0 ? this->dtype(unit, kind) : "";
-  log_->add({event, kind, phase_, unit, elements, transport_->launch(), dtype});
+  const int64_t launch = std::string_view(event) == "launch" ? transport_->launch() : -1;
+  log_->add({event, kind, phase_, unit, elements, launch, dtype});
+}
+
+// Where work is enqueued and timed, an event on the stream that computes begins an interval.
+void Runtime::begin(const char* event, const char* kind, int unit) {
+  int64_t number = -1;
+  if (times_.on()) {
+    number = next_interval_++;
+    times_.begin(number, streams_.current());
+    intervals_.push_back({kind, unit, number});
+  }
+  const int64_t elements =
+      std::string_view(event) == "wait" && unit >= 0 ? this->elements(unit) : 0;
+  const char* dtype = elements > 0 ? this->dtype(unit, kind) : "";
+  log_->add({event, kind, phase_, unit, elements, number, dtype});
+}
+
+void Runtime::end(const char* event, const char* kind, int unit) {
+  const auto begun = std::find_if(intervals_.rbegin(), intervals_.rend(), [&](const Interval& i) {
+    return i.kind == std::string_view(kind) && i.unit == unit;
+  });
+  if (begun != intervals_.rend()) {
+    times_.end(begun->number, streams_.current());
+    intervals_.erase(std::next(begun).base());
+  }
+  note(event, kind, unit, std::string_view(event) == "done" && unit >= 0 ? elements(unit) : 0);
+}
+
+void Runtime::begin_span(const std::string& kind) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  begin("begin", interned(kind), -1);
+}
+
+void Runtime::end_span(const std::string& kind) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  end("end", interned(kind), -1);
+}
+
+void Runtime::time_device(bool on) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  std::shared_ptr<const TimesStart> start;
+  if (on && streams_.asynchronous()) start = std::make_shared<TimesStart>(streams_.current());
+  intervals_.clear();
+  times_.start(start);
+  transport_->time_launches(std::move(start));
+}
+
+std::optional<std::pair<double, double>> Runtime::device_times(const std::string& event,
+                                                               int64_t number) const {
+  if (event == "launch") return transport_->times(number);
+  return event == "begin" || event == "wait" ? times_.of(number) : std::nullopt;
 }
 
 const char* Runtime::dtype(int unit, const char* kind) const {

@@ -50,6 +50,10 @@ double Log::now() const {
   return time.count();
 }
 
+double Log::start() const {
+  return std::chrono::duration<double>(start_.time_since_epoch()).count();
+}
+
 void Log::count(const char* kind, int64_t elements, int64_t bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
   Traffic& traffic = traffic_[kind];

@@ -13,14 +13,20 @@ namespace zerocore {
 
 // Static strings, so that a record costs no allocation.
 struct Event {
-  // launch, wait (the host needs the result now), done; begin, end; need (of a window that is
-  // gathered), enter, leave (what the host itself takes part in); raise (an exception).
+  // launch, wait (the host needs the result now), done, finish (of a reduction on the CPU: it is
+  // over, whether or not the host has asked for it; one for each flat buffer); begin, end; need (of
+  // a window that is gathered), release (its memory is given back); enter, leave (what the host
+  // itself takes part in); raise (an exception).
   const char* event;
-  const char* kind;        // all_gather, reduce, window, compute, or what was entered
-  const char* phase;       // forward, backward, idle
-  int unit;                // index of the unit, -1: the whole model
-  int64_t elements;        // elements that the collective works on, padding included
-  int64_t launch = -1;     // number of the launch that it is part of; -1: none
+  // all_gather, reduce, drain, packing; window; compute, recompute (a unit's forward inside of a
+  // backward), optimizer, checkpoint; or what was entered.
+  const char* kind;
+  const char* phase;  // forward, backward, idle
+  int unit;           // index of the unit, -1: the whole model
+  int64_t elements;   // elements that the collective works on, padding included
+  // Of launch: the number of what went out together; of begin and wait: of the timed interval on
+  // the device that begins (Runtime::time_device). -1: none.
+  int64_t launch = -1;
   const char* dtype = "";  // of the elements; empty: of no or of several dtypes
 };
 
@@ -62,6 +68,8 @@ class Log {
   // The sequence number of the next record.
   int64_t next() const;
   double now() const;
+  // When it was made, in seconds of the steady clock (which is Python's time.monotonic()).
+  double start() const;
   std::map<std::string, Traffic> traffic() const;
   void reset();
 

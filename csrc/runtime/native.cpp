@@ -3,7 +3,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/view_as_real.h>
-#include <c10/core/Event.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/StreamGuard.h>
 
@@ -32,41 +31,6 @@ using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 struct Launch {
   bool out = false;
   Mark end;
-};
-
-// Events around launches, of the newest ones.
-class Times {
- public:
-  explicit Times(Streams& streams) : start_(streams.device().type(), kFlag) {
-    start_.record(streams.current());
-  }
-  void begin(int64_t launch, const c10::Stream& stream) {
-    Interval& interval = ring_[launch % kRing];
-    interval.launch = launch;
-    interval.begin.emplace(stream.device_type(), kFlag);
-    interval.end.emplace(stream.device_type(), kFlag);
-    interval.begin->record(stream);
-  }
-  void end(int64_t launch, const c10::Stream& stream) { ring_[launch % kRing].end->record(stream); }
-  std::optional<std::pair<double, double>> of(int64_t launch) const {
-    const Interval& interval = ring_[launch % kRing];
-    if (interval.launch != launch || !interval.end->was_marked_for_recording()) return std::nullopt;
-    if (!interval.end->query()) return std::nullopt;
-    const auto seconds = [&](const c10::Event& event) { return start_.elapsedTime(event) / 1e3; };
-    return std::pair(seconds(*interval.begin), seconds(*interval.end));
-  }
-
- private:
-  static constexpr c10::EventFlag kFlag = c10::EventFlag::BACKEND_DEFAULT;  // with timing
-  static constexpr int64_t kRing = 4096;
-  struct Interval {
-    int64_t launch = -1;
-    std::optional<c10::Event> begin;
-    std::optional<c10::Event> end;
-  };
-
-  c10::Event start_;
-  std::vector<Interval> ring_ = std::vector<Interval>(kRing);
 };
 
 // The launches that may not be over.
@@ -189,12 +153,12 @@ class NativeTransport : public Transport {
     if (!reductions.empty()) send(*launch, streams_.reduce(), [&] { reduce_all(reductions); });
   }
 
-  void time_launches(bool on) override {
-    times_ = on ? std::make_unique<Times>(streams_) : nullptr;
+  void time_launches(std::shared_ptr<const TimesStart> start) override {
+    times_.start(std::move(start));
   }
   int64_t launch() const override { return launches_; }
   std::optional<std::pair<double, double>> times(int64_t launch) const override {
-    return times_ && launch >= 0 ? times_->of(launch) : std::nullopt;
+    return times_.of(launch);
   }
 
   std::optional<std::pair<int64_t, double>> under_way() override { return sent_.under_way(); }
@@ -259,10 +223,10 @@ class NativeTransport : public Transport {
     const c10::InferenceMode normal(false);
     const c10::StreamGuard on(stream);
     const int64_t number = launches_++;
-    if (times_) times_->begin(number, stream);
+    if (times_.on()) times_.begin(number, stream);
     Mark begin = streams_.mark(stream);
     collectives();
-    if (times_) times_->end(number, stream);
+    if (times_.on()) times_.end(number, stream);
     launch.end = streams_.mark(stream);
     sent_.add(number, std::move(begin), launch.end);
   }
@@ -365,7 +329,7 @@ class NativeTransport : public Transport {
   const std::shared_ptr<DevicePool> buffers_;
   Streams& streams_;
   const std::shared_ptr<Log> log_;
-  std::unique_ptr<Times> times_;
+  Times times_;
   Sent sent_;
   int64_t launches_ = 0;
   int depth_ = 0;

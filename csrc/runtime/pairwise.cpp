@@ -196,6 +196,12 @@ class PairwiseTransport : public Transport {
     generation_ = static_cast<int>(generation % kGenerations);
   }
 
+  void set_unit(int channel, int unit) override {
+    const auto place = static_cast<size_t>(channel);
+    if (place >= units_.size()) units_.resize(place + 1, -1);
+    units_[place] = unit;
+  }
+
   std::unique_ptr<Pending> all_gather(const at::Tensor& window, int channel) override {
     if (shards_ == 1) return std::make_unique<Done>();
     count("all_gather", window, window.numel() / shards_ * (shards_ - 1));
@@ -252,11 +258,13 @@ class PairwiseTransport : public Transport {
     // that neither waits for the other's computation.
     auto task = std::make_shared<std::packaged_task<void()>>(
         [=, first = std::move(first), buffers = buffers_, log = log_, poster = poster_,
+         unit = units_.at(static_cast<size_t>(channel)),
          replicate_channel = Channel{replicate_channel_ + channel, generation_}]() mutable {
           c10::InferenceMode normal(false);
           at::NoGradGuard no_grad;
           finish_reduce(*poster, replicas, buffers, *log, std::move(first), partial, out,
                         accumulate, replicate_channel);
+          log->add({"finish", "reduce", "backward", unit, packed.numel()});
         });
     auto pending = std::make_unique<FuturePending>(task->get_future());
     finisher_.post([task] { (*task)(); });
@@ -310,6 +318,7 @@ class PairwiseTransport : public Transport {
   const int shard_channel_;
   const int replicate_channel_;
   int generation_ = 0;
+  std::vector<int> units_;  // by channel
   GroupPtr shard_group_;
   GroupPtr replicate_group_;
   std::shared_ptr<DevicePool> buffers_;

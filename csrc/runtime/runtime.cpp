@@ -15,6 +15,9 @@ namespace {
 
 constexpr int kRoot = 0;
 
+// A forward inside of a backward is one that is done again.
+const char* forward_kind() { return inside_backward() ? "recompute" : "compute"; }
+
 std::shared_ptr<Transport> make_transport(const RuntimeOptions& options,
                                           const std::shared_ptr<DevicePool>& buffers,
                                           const std::shared_ptr<Log>& log) {
@@ -70,6 +73,7 @@ int Runtime::add_unit(std::string name, std::vector<FlatParams> flats) {
                                     std::move(group.full), flat_options, *transport_, windows_,
                                     next_channel_);
     });
+    transport_->set_unit(next_channel_, units());
     next_channel_ += 2;
     unit->gradients.push_back(
         std::make_unique<Gradients>(*flat, gradient_dtypes(*flat), scale, buffers_));
@@ -152,11 +156,11 @@ bool Runtime::start(int unit) {
 }
 
 void Runtime::finish(int unit) {
-  note("wait", "all_gather", unit, elements(unit));
+  begin("wait", "all_gather", unit);
   waiting("all-gather", unit, [&] {
     for (auto& flat : units_[unit]->flats) flat->finish_gather();
   });
-  note("done", "all_gather", unit, elements(unit));
+  end("done", "all_gather", unit);
 }
 
 void Runtime::release(int unit) {
@@ -167,6 +171,7 @@ void Runtime::release(int unit) {
     flat->show(depth_ > 0 ? View::guard : View::shard);
     if (flat->take_written()) written = flat.get();
   }
+  note("release", "window", unit, elements(unit));
   TORCH_CHECK(
       written == nullptr, "zerocore: a parameter of unit '", unit_name(unit),
       "' was written to while it was gathered, and the change would be lost; expected ",
@@ -271,7 +276,7 @@ void Runtime::end_forward(const std::vector<at::Tensor>& outputs, bool failed) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (depth_ == 0 || --depth_ > 0) return;
   if (failed) note_exception(kRoot);
-  note("end", "compute", kRoot, 0);
+  end("end", forward_kind(), kRoot);
   const Call call = end_call(kRoot);
   const bool gradients = !failed && needs_grad(outputs);
   if (gradients) hook_outputs(call, outputs);
@@ -294,7 +299,7 @@ void Runtime::pre_forward(int unit, const std::vector<at::Tensor>& inputs) {
   const Call call{unit, next_call_++};
   units_[unit]->running.push_back(call.id);
   if (!options_.persistent) hook_inputs(call, inputs);
-  note("begin", "compute", unit, 0);
+  begin("begin", forward_kind(), unit);
 }
 
 void Runtime::post_forward(int unit, const std::vector<at::Tensor>& outputs, bool failed) {
@@ -302,7 +307,7 @@ void Runtime::post_forward(int unit, const std::vector<at::Tensor>& outputs, boo
   Unit& state = *units_[unit];
   const Call call = end_call(unit);
   if (failed) note_exception(unit);
-  note("end", "compute", unit, 0);
+  end("end", forward_kind(), unit);
   const bool gradients = !failed && needs_grad(outputs);
   if (gradients) hook_outputs(call, outputs);
   // Tensors that the unit gave away by other ways than its output need it from the start of
@@ -483,6 +488,7 @@ void Runtime::settle() {
     show_all(View::shard);
   }
   for (const auto& unit : units_) unit->running.clear();
+  std::erase_if(intervals_, [](const Interval& interval) { return interval.unit >= 0; });
   notice_changes();
   phase_ = "idle";
 }

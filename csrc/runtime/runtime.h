@@ -109,6 +109,18 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   // Moves what is in `p.grad` into the main gradient, which is returned; see Gradients::settle.
   at::Tensor main_gradient(int unit, int flat);
 
+  // What is done with the whole model outside of its passes, for the log.
+  void begin_span(const std::string& kind);
+  void end_span(const std::string& kind);
+
+  // From now on events on the device take the times of launches, of computations and of what the
+  // computing stream waits for; nothing where work is not enqueued.
+  void time_device(bool on);
+  // Of the record with this event and launch number, in seconds since time_device; nothing if it
+  // was not timed, is not over, or is too old. Any thread may ask.
+  std::optional<std::pair<double, double>> device_times(const std::string& event,
+                                                        int64_t number) const;
+
   int units() const { return static_cast<int>(units_.size()); }
   const std::string& unit_name(int unit) const { return units_.at(unit)->name; }
   Flat& flat(int unit, int index) { return *units_.at(unit)->flats.at(index); }
@@ -210,6 +222,9 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   void drop_gradients();
   void abandon_backward();
   void note(const char* event, const char* kind, int unit, int64_t elements);
+  // Notes of the two ends of something that the computing stream does, or waits for.
+  void begin(const char* event, const char* kind, int unit);
+  void end(const char* event, const char* kind, int unit);
   int64_t elements(int unit) const;
 
   const RuntimeOptions options_;
@@ -246,6 +261,15 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   // The gradients of the newest launch, and the end of their packing.
   std::optional<std::pair<Mark, std::vector<at::Tensor>>> packing_;
   bool order_agreed_ = false;
+  // Intervals of the computing stream; those that have begun.
+  struct Interval {
+    const char* kind;
+    int unit;
+    int64_t number;
+  };
+  Times times_;
+  std::vector<Interval> intervals_;
+  int64_t next_interval_ = 0;
   const char* phase_ = "idle";
 };
 

@@ -14,6 +14,7 @@
 #include "runtime/log.h"
 #include "runtime/memory.h"
 #include "runtime/streams.h"
+#include "runtime/times.h"
 
 namespace zerocore {
 
@@ -46,18 +47,21 @@ class Transport {
   // exception, one that some rank had sent ahead is not taken for a later one.
   virtual void set_generation(int64_t) {}
 
+  // The channel's reductions are of this unit, for the log.
+  virtual void set_unit(int /*channel*/, int /*unit*/) {}
+
   // Gathers or reductions in between, not both, may go out together, with the end at the latest.
   virtual void begin_launch() {}
   virtual void end_launch() {}
   // Instead of the end, where there was an error: what did not go out is forgotten.
   virtual void cancel_launch() {}
 
-  // Whether launches are timed by events on the device, from now on.
-  virtual void time_launches(bool) {}
+  // From now on launches are timed by events on the device; nothing: they are not.
+  virtual void time_launches(std::shared_ptr<const TimesStart>) {}
   // The number of the launch under way, or of the next one; -1 where there are none.
   virtual int64_t launch() const { return -1; }
-  // When it began and ended on the device, in seconds since launches are timed; nothing if it was
-  // not timed, is not over, or is too old.
+  // When it began and ended on the device, in seconds since `start`; nothing if it was not
+  // timed, is not over, or is too old.
   virtual std::optional<std::pair<double, double>> times(int64_t) const { return std::nullopt; }
 
   // The launch of a collective that the device is at, and the seconds since a call of this found it

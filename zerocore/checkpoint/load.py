@@ -34,7 +34,7 @@ from zerocore.checkpoint.placement import shard_of
 from zerocore.checkpoint.shards import FlatShard
 from zerocore.checkpoint.together import Together
 from zerocore.ema import ShardedAverages
-from zerocore.runtime import Sharded
+from zerocore.runtime import Sharded, logged
 
 
 def load(
@@ -74,19 +74,20 @@ def load(
     """
     caller = "zerocore.load"
     models = registry.require_sharded(model, caller)
-    background.wait()  # it uses the same group
-    together = Together(caller, models)
-    directory = FilePath(os.path.abspath(os.fspath(path)))
-    kind = kind_of(optimizer) if optimizer is not None else "none"
-    catalog, marker = _opened(together, directory, models, kind)
-    if marker is not None:
-        _verify(together, directory, marker)
+    with logged(models, "checkpoint"):
+        background.wait()  # it uses the same group
+        together = Together(caller, models)
+        directory = FilePath(os.path.abspath(os.fspath(path)))
+        kind = kind_of(optimizer) if optimizer is not None else "none"
+        catalog, marker = _opened(together, directory, models, kind)
+        if marker is not None:
+            _verify(together, directory, marker)
 
-    plan, _ = together.agree(
-        lambda: (_planned(together, catalog, marker, model, models, optimizer), None)
-    )
-    _fill(together, catalog, plan.shards)
-    together.agree(lambda: (plan.finish(), None))
+        plan, _ = together.agree(
+            lambda: (_planned(together, catalog, marker, model, models, optimizer), None)
+        )
+        _fill(together, catalog, plan.shards)
+        together.agree(lambda: (plan.finish(), None))
     if together.first:
         _warn(marker, together, plan.left_out)
     return plan.extra

@@ -27,7 +27,7 @@ from zerocore.checkpoint.shards import FlatShard
 from zerocore.checkpoint.together import Together
 from zerocore.ema import EMA
 from zerocore.optimizer_state import copied
-from zerocore.runtime import Sharded
+from zerocore.runtime import Sharded, logged
 
 logger = logging.getLogger("zerocore")
 
@@ -106,16 +106,17 @@ def save(
     """
     caller = "zerocore.save"
     models = registry.require_sharded(model, caller)
-    background.wait()  # it uses the same group
-    together = Together(caller, models)
-    final = FilePath(os.path.abspath(os.fspath(path)))
-    same = [("path", final), ("keep", keep), ("async_", async_)]
-    contents = _collect(together, final, model, models, optimizer, keep, extra, same)
-    if not async_:
-        _write(together, final, contents, keep)
-        return FilePath(path)
-    together.agree(lambda: (contents.detach(), None))
-    return background.start(FilePath(path), lambda: _write(together, final, contents, keep))
+    with logged(models, "checkpoint"):
+        background.wait()  # it uses the same group
+        together = Together(caller, models)
+        final = FilePath(os.path.abspath(os.fspath(path)))
+        same = [("path", final), ("keep", keep), ("async_", async_)]
+        contents = _collect(together, final, model, models, optimizer, keep, extra, same)
+        if not async_:
+            _write(together, final, contents, keep)
+            return FilePath(path)
+        together.agree(lambda: (contents.detach(), None))
+        return background.start(FilePath(path), lambda: _write(together, final, contents, keep))
 
 
 def _collect(
