@@ -3,10 +3,10 @@
     python benchmarks/bench_plan.py                  # stages 0 to 3 on 2 and on 4 ranks
     python benchmarks/bench_plan.py --ranks 2 --stages 3 --steps 40
 
-The machine is measured once (matrix products, memory, gelu and the like, messages over gloo), the
-model is run once on tensors without memory; from both, each run's step is simulated. Then each run
-is made, all of them in turns, `--rounds` times; the median step of each is compared. Every rank is
-a process of one thread on this machine.
+The machine is measured once (matrix products, two layers of another shape, memory, messages over
+gloo), and the model is run once on tensors without memory: from both, the step of each run is
+simulated. Then each run is made, all in turns, `--rounds` times, and its median step compared.
+Every rank is a process of one thread on this machine.
 """
 
 from __future__ import annotations

@@ -187,8 +187,8 @@ def _outside(models: Sequence[Sharded], held: int) -> Iterator[Outside]:
             "rest of the process (activations, temporaries, interpreter, libraries)", max(0, rest)
         )
         return
-    memory = torch.get_device_module(device)
-    allocated, reserved = memory.memory_allocated(device), memory.memory_reserved(device)
+    allocated = torch.accelerator.memory_allocated(device)
+    reserved = torch.accelerator.memory_reserved(device)
     rest = max(0, allocated - held - kept)
     yield Outside(f"allocated on {device} (activations, temporaries, other tensors)", rest)
     yield Outside(f"reserved by the allocator of {device} and not given out", reserved - allocated)

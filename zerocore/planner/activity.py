@@ -21,13 +21,6 @@ from zerocore.units import UnitPlan
 
 aten = torch.ops.aten
 
-# Operations that compute much for each element, on a CPU as much as their memory traffic costs.
-_SPECIAL = frozenset(
-    "gelu gelu_backward silu silu_backward sigmoid tanh tanh_backward exp log pow rsqrt sin cos "
-    "erf _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data native_layer_norm "
-    "native_layer_norm_backward native_batch_norm native_batch_norm_backward native_dropout".split()
-)
-
 
 @dataclass
 class Cost:
@@ -36,20 +29,17 @@ class Cost:
     Attributes:
         flops: of matrix products and attention: two for a multiplication with an addition.
         traffic: bytes that all other operations read and write.
-        special: those of them that belong to operations such as gelu, softmax and norms.
         operations: how many there are, views not counted.
     """
 
     flops: float = 0.0
     traffic: float = 0.0
-    special: float = 0.0
     operations: int = 0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
             self.flops + other.flops,
             self.traffic + other.traffic,
-            self.special + other.special,
             self.operations + other.operations,
         )
 
@@ -357,10 +347,7 @@ class _Watch(TorchDispatchMode):
             cost.flops += sdpa_backward_flop_count(*(t.shape for t in args[:4]))
         else:
             tensors = [*tensors_in(list(args)), *tensors_in(kwargs), *outputs]
-            traffic = sum(t.numel() * t.element_size() for t in tensors)
-            cost.traffic += traffic
-            if packet.__name__.rstrip("_") in _SPECIAL:
-                cost.special += traffic
+            cost.traffic += sum(t.numel() * t.element_size() for t in tensors)
 
     def activity(self) -> Activity:
         """What was seen, once the backward is over."""

@@ -6,30 +6,35 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
+from torch import nn
 
+from zerocore.planner.activity import trace_step
 from zerocore.planner.machine import Machine
+from zerocore.units import plan_units
 
-REPEATS = 7
-SMALL, LARGE = 2**10, 2**21  # elements of a message
+REPEATS, MESSAGES = 15, 101
+OPERATIONS = 200
+SMALL, LARGE = 2**10, 2**20  # elements of a message
+# The layers whose operations are timed: batch, tokens, width.
+SHAPE = (8, 96, 192)
 
 
-def seconds_of(work: Callable[[], object], repeats: int = REPEATS, inner: int = 1) -> float:
-    """Median seconds of a call, after one that does not count."""
-    work()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        for _ in range(inner):
+def seconds_of(works: Sequence[Callable[[], object]], repeats: int = REPEATS) -> list[float]:
+    """Median seconds of each, taken in turns: machines are slower at times than at others."""
+    times: list[list[float]] = [[] for _ in works]
+    for turn in range(repeats + 2):
+        for work, taken in zip(works, times, strict=True):
+            start = time.perf_counter()
             work()
-        times.append((time.perf_counter() - start) / inner)
-    return statistics.median(times)
+            if turn >= 2:
+                taken.append(time.perf_counter() - start)
+    return [statistics.median(taken) for taken in times]
 
 
 def measure_machine(dtype: torch.dtype = torch.float32) -> Machine:
@@ -39,9 +44,10 @@ def measure_machine(dtype: torch.dtype = torch.float32) -> Machine:
 
     Args:
         dtype: that models compute in.
+
+    Raises:
+        RuntimeError: if one of the two ranks that measure fails.
     """
-    # Ranks that share one core would be measured as if each had one.
-    cores = len(os.sched_getaffinity(0))
     context = torch.multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         results = context.SimpleQueue()
@@ -53,23 +59,21 @@ def measure_machine(dtype: torch.dtype = torch.float32) -> Machine:
             rank.join()
         if any(rank.exitcode for rank in ranks):
             raise RuntimeError("calibration: expected two ranks to measure, got one that failed")
-        machine = results.get()
-    return replace(machine, cores=cores)
+        return replace(results.get(), cores=len(os.sched_getaffinity(0)))
 
 
 def _rank(rank: int, store: str, dtype: torch.dtype, results: object) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{store}", timedelta(60), 2, rank)
     # Both compute at the same time, as ranks do.
-    rates = _compute_rates(dtype)
+    flops, others, memory, operation = _compute_rates(dtype)
     latency, rate = _message_rates(1 - rank)
     if rank == 0:
-        flops, memory, special, operation = rates
         results.put(
             Machine(
                 flops=flops,
+                others=others,
                 memory=memory,
-                special=special,
                 operation=operation,
                 network=rate,
                 intra=rate,
@@ -83,41 +87,53 @@ def _rank(rank: int, store: str, dtype: torch.dtype, results: object) -> None:
 
 
 def _compute_rates(dtype: torch.dtype) -> tuple[float, float, float, float]:
-    """Flop/s; bytes/s of plain and of special operations; seconds of an operation by itself."""
+    """Flop/s of products; bytes/s of other operations, and of a copy; seconds of an operation.
+
+    Other operations: what two layers of a transformer take besides products, over the bytes that
+    their norms, gelu and additions read and write; with the memory that they allocate.
+    """
     a, b = torch.randn(1024, 256, dtype=dtype), torch.randn(256, 1024, dtype=dtype)
-    dist.barrier()
-    flops = 2 * a.numel() * b.shape[1] / seconds_of(lambda: a @ b, inner=5)
-    # Activations are not in the caches any more when the next operation reads them.
-    many = torch.randn(24, 2**20, dtype=dtype)
-    seconds = seconds_of(lambda: [many[i] + many[i + 12] for i in range(12)])
-    memory = 12 * 3 * many[0].nbytes / seconds
-    rows = torch.randn(2048, 512, dtype=dtype)
-    works = (
-        lambda: F.gelu(rows, approximate="tanh"),
-        lambda: F.layer_norm(rows, (512,)),
-        lambda: rows.softmax(-1),
-    )
-    special = 2 * rows.nbytes / statistics.fmean(seconds_of(work, inner=3) for work in works)
-    return flops, memory, special, _operation_seconds()
+    large, copy = torch.randn(2**24, dtype=dtype), torch.zeros(2**24, dtype=dtype)
+    one = torch.ones(1, requires_grad=True)
+    layers = _layers(dtype)
+    x = torch.randn(SHAPE, dtype=dtype)
 
+    def step() -> None:
+        layers(x).float().mean().backward()
+        layers.zero_grad()
 
-def _operation_seconds() -> float:
-    """Of Python, the dispatcher and autograd, for each operation forward and backward."""
-    one, count = torch.ones(1, requires_grad=True), 100
-
-    def work() -> None:
+    def operations() -> None:
         value = one
-        for _ in range(count):
+        for _ in range(OPERATIONS // 2):
             value = value * 1.5
         value.backward()
 
-    return seconds_of(work, inner=3) / (2 * count)
+    works = (lambda: [a @ b for _ in range(5)], lambda: copy.copy_(large), operations, step)
+    dist.barrier()
+    products, copying, small, whole = seconds_of(works)
+    flops = 5 * 2 * a.numel() * b.shape[1] / products
+    operation = small / OPERATIONS
+    activity = trace_step(
+        layers, plan_units(layers), lambda: ((torch.empty(SHAPE, dtype=dtype),), {})
+    )
+    cost = sum(activity.costs[1:], activity.costs[0])
+    rest = whole - cost.flops / flops - cost.operations * operation
+    # Products that were slower by themselves would leave nothing.
+    others = cost.traffic / max(rest, 0.1 * whole)
+    return flops, others, 2 * large.nbytes / copying, operation
+
+
+def _layers(dtype: torch.dtype) -> nn.Module:
+    width = SHAPE[-1]
+    options = {"activation": "gelu", "batch_first": True, "norm_first": True, "dtype": dtype}
+    layers = (nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, **options) for _ in range(2))
+    return nn.Sequential(*layers)
 
 
 def _message_rates(peer: int) -> tuple[float, float]:
     """Seconds of a small message, and bytes/s of large ones, both ranks sending at once."""
 
-    def exchange(size: int) -> float:
+    def exchange(size: int) -> Callable[[], None]:
         sent, received = torch.ones(size), torch.ones(size)
 
         def work() -> None:
@@ -125,8 +141,8 @@ def _message_rates(peer: int) -> tuple[float, float]:
             for each in works:
                 each.wait()
 
-        dist.barrier()
-        return seconds_of(work)
+        return work
 
-    small, large = exchange(SMALL), exchange(LARGE)
+    dist.barrier()
+    small, large = seconds_of([exchange(SMALL), exchange(LARGE)], MESSAGES)
     return small, 4 * (LARGE - SMALL) / max(large - small, 1e-9)

@@ -14,9 +14,9 @@ class Machine:
 
     Attributes:
         flops: of matrix products, flop/s of a rank.
-        memory: bytes/s that a rank's other operations read and write; infinite: they cost nothing
+        others: bytes/s that a model's other operations read and write; infinite: they cost nothing
             beside the products.
-        special: the same for operations such as gelu, softmax and norms.
+        memory: bytes/s of reading and writing alone: packing, sums, the optimizer.
         operation: seconds that each operation takes besides.
         network: bytes/s that a node sends to others, all its ranks together, in one direction.
         intra: bytes/s that a rank sends to others of its node, in one direction.
@@ -31,8 +31,8 @@ class Machine:
     network: float
     intra: float
     ranks_per_node: int
+    others: float = math.inf
     memory: float = math.inf
-    special: float = math.inf
     operation: float = 0.0
     latency: float = 9.6e-6
     intra_latency: float = 3.4e-6
@@ -45,10 +45,7 @@ class Machine:
     def compute_seconds(self, cost: Cost) -> float:
         """Of a part of a step, for a rank that has a core or a device for itself."""
         return (
-            cost.flops / self.flops
-            + (cost.traffic - cost.special) / self.memory
-            + cost.special / self.special
-            + cost.operations * self.operation
+            cost.flops / self.flops + cost.traffic / self.others + cost.operations * self.operation
         )
 
     def link(self, ranks: int) -> str:

@@ -140,11 +140,16 @@ def _device_api():
         get_device_name=lambda device=None: get_device_properties().name,
         get_device_properties=get_device_properties,
         get_device_capability=lambda device=None: None,  # as in torch_npu
+        mem_get_info=lambda device=None: (_free_bytes(), 2**36),
         memory_allocated=of_device(accelerator.memory_allocated),
         max_memory_allocated=of_device(accelerator.max_memory_allocated),
         reset_peak_memory_stats=of_device(accelerator.reset_peak_memory_stats),
         empty_cache=lambda: None,
     )
+
+
+def _free_bytes():
+    return 2**36 - torch.accelerator.memory_reserved()
 
 
 def _create_hccl(options, backend_options):
