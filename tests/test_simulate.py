@@ -18,7 +18,7 @@ ELEMENTS = 1600  # of a unit: no padding for 2 ranks
 
 
 def equal_units(count, elements=ELEMENTS):
-    flat = FlatSize((elements,), ("weight",), torch.float32, True)
+    flat = FlatSize((elements,), torch.float32, trainable=True)
     return ModelSizes((UnitSize("", ()), *(UnitSize(f"u{i}", (flat,)) for i in range(count))))
 
 

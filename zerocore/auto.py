@@ -16,13 +16,14 @@ from zerocore import _C, policy
 from zerocore.agreement import gather_objects
 from zerocore.groups import Ranks
 from zerocore.journal import Journal
-from zerocore.planner.advice import STATE_SHARE, Workload, candidates, fits
+from zerocore.planner.advice import Workload, candidates, fits
 from zerocore.planner.setting import Setting
 from zerocore.planner.sizes import ModelSizes
 from zerocore.runtime import Options
 from zerocore.values import origin_of
 
 AUTO = "auto"
+STATE_SHARE = 0.5  # of the memory that is free: nothing is known of activations
 
 
 def choose_stage(

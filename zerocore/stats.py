@@ -9,14 +9,7 @@ from torch import nn
 
 from zerocore import registry
 from zerocore.ledger import holdings
-
-
-class Collectives(NamedTuple):
-    """Collectives of one kind."""
-
-    calls: int
-    elements: int  # sent by this rank
-    bytes: int  # sent by this rank
+from zerocore.planner.communication import Collectives
 
 
 class Unit(NamedTuple):

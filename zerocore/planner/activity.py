@@ -53,14 +53,12 @@ class Activity:
         costs: of each.
         peaks: of each, most bytes at once of activations, temporaries, and gradients of activations
             and of the unit's parameters.
-        ends: bytes of them when it is over.
         saved: bytes of activations when the forward is over.
     """
 
     calls: tuple[Call, ...]
     costs: tuple[Cost, ...]
     peaks: tuple[int, ...]
-    ends: tuple[int, ...]
     saved: int
 
 
@@ -120,7 +118,7 @@ def trace_step(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     found = fake_copies(model, mode, mixed_precision)
-    watch = _Watch(model, plans, {id(t): fake for _, _, t, fake in found})
+    watch = _Watch(plans, {id(t): fake for _, _, t, fake in found})
     try:
         with _shown(found), mode, watch.hooked(), watch:
             args, kwargs = inputs()
@@ -169,7 +167,6 @@ class _Part:
     reduces: bool = False
     cost: Cost = field(default_factory=Cost)
     peak: int = 0
-    end: int = 0
 
 
 class _Watch(TorchDispatchMode):
@@ -178,11 +175,8 @@ class _Watch(TorchDispatchMode):
     Storages that operations make are counted until the last reference to them is gone.
     """
 
-    def __init__(
-        self, model: nn.Module, plans: Sequence[UnitPlan], fakes: dict[int, torch.Tensor]
-    ) -> None:
+    def __init__(self, plans: Sequence[UnitPlan], fakes: dict[int, torch.Tensor]) -> None:
         super().__init__()
-        self._model = model
         self._plans = plans
         self._params = [[fakes[id(p)] for _, p in plan.params] for plan in plans]
         self._known: dict[int, weakref.ref] = {}
@@ -276,12 +270,7 @@ class _Watch(TorchDispatchMode):
 
     def _begin(self, unit: int, enters: bool = False) -> None:
         phase = "backward" if self._backward else "forward"
-        self._close()
         self._parts.append(_Part(unit, phase, enters, peak=self._live))
-
-    def _close(self) -> None:
-        if self._parts:
-            self._parts[-1].end = self._live
 
     def _part(self) -> _Part:
         if not self._parts:
@@ -351,7 +340,6 @@ class _Watch(TorchDispatchMode):
 
     def activity(self) -> Activity:
         """What was seen, once the backward is over."""
-        self._close()
         for unit in [*self._entered, ROOT]:
             self._last_of(unit).leaves = True
         parts = [p for p in self._parts if p.cost.operations or p.enters or p.leaves or p.reduces]
@@ -359,6 +347,5 @@ class _Watch(TorchDispatchMode):
             tuple(Call(p.unit, p.phase, p.enters, p.leaves, p.reduces) for p in parts),
             tuple(part.cost for part in parts),
             tuple(part.peak for part in parts),
-            tuple(part.end for part in parts),
             self._saved,
         )

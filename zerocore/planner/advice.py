@@ -15,8 +15,6 @@ from zerocore.planner.sizes import FlatSize, ModelSizes, UnitSize
 
 # A step that is slower by less is as fast: the simplest setting among those is taken.
 AS_FAST = 0.02
-# Of the memory that is free, what state and windows may take where activations are not known.
-STATE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -191,7 +189,6 @@ def _joined(units: Sequence[UnitSize]) -> UnitSize:
         tuple(
             FlatSize(
                 tuple(n for flat in same for n in flat.numels),
-                tuple(n for flat in same for n in flat.names),
                 *key,
             )
             for key, same in flats.items()
@@ -205,22 +202,15 @@ def _merged_activity(activity: Activity, count: int) -> Activity:
     calls: list[Call] = []
     costs: list[Cost] = []
     peaks: list[int] = []
-    ends: list[int] = []
-    for call, cost, peak, end in zip(
-        activity.calls, activity.costs, activity.peaks, activity.ends, strict=True
-    ):
+    for call, cost, peak in zip(activity.calls, activity.costs, activity.peaks, strict=True):
         unit = 0 if call.unit == 0 else 1 + (call.unit - 1) // count
         last = calls[-1] if calls else None
         if last is not None and unit and (last.unit, last.phase) == (unit, call.phase):
             calls[-1] = last._replace(leaves=call.leaves, reduces=call.reduces)
             costs[-1] = costs[-1] + cost
             peaks[-1] = max(peaks[-1], peak)
-            ends[-1] = end
         else:
             calls.append(call._replace(unit=unit))
             costs.append(cost)
             peaks.append(peak)
-            ends.append(end)
-    return replace(
-        activity, calls=tuple(calls), costs=tuple(costs), peaks=tuple(peaks), ends=tuple(ends)
-    )
+    return replace(activity, calls=tuple(calls), costs=tuple(costs), peaks=tuple(peaks))

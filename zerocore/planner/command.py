@@ -191,6 +191,8 @@ def _sections(options: argparse.Namespace, work: Workload, plain: list) -> Itera
         )
     if options.model is not None:
         yield tables.ledgers(work, plain)
+        if work.activity is not None:
+            yield f"saved by the forward for the backward: {work.activity.saved:,} bytes"
         yield tables.communication(work, plain)
     if work.memory is not None:
         yield tables.memory(work, plain)

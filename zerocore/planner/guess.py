@@ -33,6 +33,6 @@ def gpt_of(parameters: int, blocks: int | None = None) -> ModelSizes:
     units = [UnitSize("", ())]
     for i in range(blocks):
         size = share + (i < more)
-        name = f"blocks.{i}"
-        units.append(UnitSize(name, (FlatSize((size,), (name,), torch.float32, True),), size))
+        flat = FlatSize((size,), torch.float32, trainable=True)
+        units.append(UnitSize(f"blocks.{i}", (flat,), size))
     return ModelSizes(tuple(units))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -17,13 +17,11 @@ class FlatSize:
 
     Attributes:
         numels: elements of each parameter, in the order of the buffer.
-        names: of each parameter in the model.
         dtype: of the parameters, as the model has them.
         trainable: whether they need gradients.
     """
 
     numels: tuple[int, ...]
-    names: tuple[str, ...]
     dtype: torch.dtype
     trainable: bool
 
@@ -77,18 +75,16 @@ class ModelSizes:
         model: nn.Module,
         units: Units = None,
         bucket_bytes: int = 25 * 2**20,
-        taken: Callable[[nn.Parameter], bool] = lambda _: False,
     ) -> ModelSizes:
         """Sizes of a model that is not sharded, on the meta device for example.
 
         Args:
             units, bucket_bytes: as for `zerocore.shard`.
-            taken: parameters to leave out.
 
         Raises:
             ValueError: if the model has no parameters, or `units` matches nothing.
         """
-        plans = plan_units(model, units, bucket_bytes, taken)
+        plans = plan_units(model, units, bucket_bytes)
         if not any(plan.params for plan in plans):
             raise ValueError(f"model: expected parameters, got {type(model).__name__} without any")
         return cls.of_plans(model, plans, model.buffers())
@@ -108,7 +104,6 @@ def _unit_size(plan: UnitPlan, used: dict[int, int]) -> UnitSize:
     flats = tuple(
         FlatSize(
             tuple(param.numel() for _, param in flat),
-            tuple(name for name, _ in flat),
             flat[0][1].dtype,
             flat[0][1].requires_grad,
         )
