@@ -85,8 +85,9 @@ def measure(ranks: int, stage: int, steps: int) -> float:
 
 
 def predictions(runs: list[tuple[int, int]]) -> dict[tuple[int, int], float]:
-    machine = measure_machine()
+    machine, spread = measure_machine()
     print(machine)
+    print(f"times of one product differ by {spread - 1:.0%} (middle half)")
     with torch.device("meta"):
         model = GPT(LAYERS, DIM, HEADS, SEQ)
     sizes = ModelSizes.of(model, [Block], 0)

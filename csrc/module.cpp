@@ -181,8 +181,8 @@ void bind_runtime(py::module_& m) {
       .def("records", &records)
       .def("under_way", torch::wrap_pybind_function_no_gil(
                             [](Runtime& self) { return self.transport().under_way(); }))
-      .def("begin_span", no_gil(&Runtime::begin_span))
-      .def("end_span", no_gil(&Runtime::end_span))
+      .def("begin_span", no_gil(&Runtime::begin_span), py::arg("kind"), py::arg("unit") = -1)
+      .def("end_span", no_gil(&Runtime::end_span), py::arg("kind"), py::arg("unit") = -1)
       .def("time_device", no_gil(&Runtime::time_device))
       .def("device_times", &Runtime::device_times)
       // (id, device index, device type) of the streams of gathers and of reductions.
@@ -204,6 +204,8 @@ void bind_runtime(py::module_& m) {
            [](Runtime& self) {
              return std::make_pair(self.windows().kept(), self.messages().kept());
            })
+      // Bytes of full parameters that are open outside of a pass.
+      .def("opened_bytes", no_gil(&Runtime::opened_bytes))
       .def("reset_stats", [](Runtime& self) {
         self.log().reset();
         self.windows().reset_peak();

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from zerocore.__main__ import main
-from zerocore.planner.recipe import RECIPES
+from zerocore.planner.recipe import recipes_of
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 GPT = ["--model", "gpt:GPT(2, 32, 2, 16)", "--units", "Block"]
@@ -52,7 +52,7 @@ def test_the_published_tables(plan):
 
 
 def test_recipes_are_the_formulas():
-    classic, own, wide = RECIPES["bf16"]
+    classic, own, wide = recipes_of("bf16")
     for n in (1, 2, 8, 64):
         assert [classic.per_parameter(s, n) for s in range(4)] == pytest.approx(
             [16, 4 + 12 / n, 2 + 14 / n, 16 / n]
@@ -127,7 +127,9 @@ def test_advice(plan):
         (("--model", "gpt", "--world", "2"), "expected PACKAGE:FUNCTION, got 'gpt'"),
         (("--model", "gpt:Nothing", "--world", "2"), "expected 'Nothing' in gpt"),
         (("--model", "nothing_at_all:f", "--world", "2"), "No module named 'nothing_at_all'"),
-        (("--model", "gpt:GPT(2", "--world", "2"), "TypeError"),
+        (("--model", "gpt:GPT(2", "--world", "2"), "in brackets, got (2"),
+        (("--model", "gpt:GPT( )", "--world", "2"), "TypeError"),
+        (("--params", "1e17", "--world", "2"), "expected a number such as 7e9"),
         (("--model", "gpt:GPT(x)", "--world", "2"), "arguments that are numbers or texts"),
         (("--model", "gpt:VOCABULARY", "--world", "2"), "expected a function"),
         (("--model", "math:sqrt(4)", "--world", "2"), "to return an nn.Module, got 2.0"),
@@ -201,3 +203,16 @@ def test_70e9_parameters_on_1024_ranks(tmp_path, how):
     assert float(facts[2]) < 10 and int(facts[3]) < 1e9
     if how == "--model":
         assert "70,553,706,496 parameters" in done.stdout  # Llama 3 70B's
+
+
+def test_the_command_that_pip_installs():
+    script = pathlib.Path(sys.executable).with_name("zerocore")
+    if not script.exists():
+        pytest.skip("zerocore is not installed here")
+    done = subprocess.run(
+        [script, "plan", "--params", "7e9", "--world", "8"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "112.00 GB" in done.stdout

@@ -9,13 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import zerocore
+from zerocore.planner.activity import trace_step
 from zerocore.planner.communication import sent
 from zerocore.planner.holding import resident, total
 from zerocore.planner.schedule import rehearse
 from zerocore.planner.setting import Setting
 from zerocore.planner.sizes import ModelSizes
+from zerocore.units import plan_units
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 VOCABULARY = 250  # no multiple of the alignment
@@ -150,4 +153,96 @@ def test_predictions_under_options(ranks, stage, options):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_predictions_of_hybrid_sharding(ranks, stage):
     for predicted, measured in ranks(4, run, "example", stage, "bf16", group=2):
+        assert measured == predicted
+
+
+class Layers(nn.Module):
+    """Blocks between an input and an output layer; some parts do not train, or are not used."""
+
+    def __init__(self, frozen=(), unused=False, empty=False, reentrant=None):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.last = nn.Linear(8, 8)
+        self.reentrant = reentrant
+        if unused:
+            self.more = nn.Linear(3, 3)
+            self.blocks[1].extra = nn.Parameter(torch.ones(5))
+        if empty:
+            self.blocks[2] = Empty()
+        for name in frozen:
+            self.get_submodule(name).requires_grad_(False)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            if self.reentrant is None:
+                x = block(x).relu()
+            else:
+                x = checkpoint(block, x, use_reentrant=self.reentrant).relu()
+        return self.last(x)
+
+
+class Empty(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x):
+        return x + self.nothing.sum()
+
+
+LAYERS = {
+    "frozen first": {"frozen": ("first", "blocks.0")},
+    "frozen but the last block": {"frozen": ("first", "blocks.0", "blocks.1", "blocks.2", "last")},
+    "frozen between": {"frozen": ("blocks.1", "blocks.2")},
+    "unused": {"unused": True},
+    "empty": {"empty": True},
+    "checkpointed": {"reentrant": False},
+    "checkpointed, reentrant": {"reentrant": True},
+}
+
+
+def run_layers(kind, stage, traced, **options):
+    """As `run`; the order of calls by default, or as traced."""
+    torch.manual_seed(0)
+    model, units = Layers(**LAYERS[kind]), [f"blocks.{i}" for i in range(4)]
+    sizes = ModelSizes.of(model, units)
+    setting = Setting.of(
+        stage,
+        2,
+        prefetch=options.get("prefetch", 1),
+        reshard_after_forward=options.get("reshard_after_forward") is not False,
+    )
+    calls = None
+    if traced:
+        calls = trace_step(model, plan_units(model, units), lambda: ((torch.ones(2, 8),), {})).calls
+    schedule = rehearse(sizes, setting, calls)
+    zerocore.shard(model, stage, units=units, **options)
+    optimizer = zerocore.AdamW([p for p in model.parameters() if p.requires_grad])
+    for _ in range(3):
+        zerocore.stats(model).reset()
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    stats = zerocore.stats(model)
+    predicted = {kind: tuple(moved) for kind, moved in sent(sizes, setting, schedule).items()}
+    measured = {kind: tuple(moved) for kind, moved in stats.collectives.items()}
+    return (predicted, schedule.windows_peak), (measured, stats.windows.peak)
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["by default", "traced"])
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_parts_that_do_not_train_or_are_not_used(ranks, kind, stage, traced):
+    if "checkpointed" in kind and not traced:
+        pytest.skip("what is called again is known by tracing only")
+    for predicted, measured in ranks(2, run_layers, kind, stage, traced):
+        assert measured == predicted
+
+
+@pytest.mark.parametrize("options", [{"prefetch": 0}, {"reshard_after_forward": False}], ids=str)
+@pytest.mark.parametrize("kind", ["frozen first", "frozen but the last block"])
+def test_frozen_parts_under_options(ranks, kind, options):
+    for predicted, measured in ranks(2, run_layers, kind, 3, False, **options):
         assert measured == predicted

@@ -152,3 +152,47 @@ def test_models_that_look_at_values_are_refused():
     with pytest.raises(ValueError, match="expected a model that runs on tensors without values"):
         trace_step(model, plan_units(model), lambda: ((torch.zeros(2, 4),), {}))
     assert model.layer.weight.sum().isfinite()
+
+
+class Remembers(torch.nn.Module):
+    """Changes what it has in its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.count = torch.zeros(1)
+        self.register_buffer("late", None)
+
+    def forward(self, x):
+        self.count += 1
+        self.late = x.detach().clone()
+        self.mask = torch.ones(4)
+        self.eval()
+        return self.layer(x) * self.mask
+
+
+def test_what_a_forward_keeps_is_gone_after_tracing():
+    model = Remembers()
+    seen = []
+    handle = model.layer.register_forward_hook(lambda *_: seen.append(1))
+    trace_step(model, plan_units(model), lambda: ((torch.zeros(2, 4),), {}))
+    assert model.count == 0 and model.late is None and not hasattr(model, "mask") and model.training
+    assert seen == [1]
+    handle.remove()
+    model(torch.zeros(2, 4))
+    assert seen == [1] and model.count == 1
+
+
+class Raises(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        raise RuntimeError
+
+
+def test_a_forward_that_raises_is_told():
+    model = Raises()
+    with pytest.raises(ValueError, match="got RuntimeError: no message"):
+        trace_step(model, plan_units(model), lambda: ((torch.zeros(2, 4),), {}))

@@ -19,7 +19,12 @@ ELEMENTS = 1600  # of a unit: no padding for 2 ranks
 
 def equal_units(count, elements=ELEMENTS):
     flat = FlatSize((elements,), torch.float32, trainable=True)
-    return ModelSizes((UnitSize("", ()), *(UnitSize(f"u{i}", (flat,)) for i in range(count))))
+    return ModelSizes(
+        (
+            UnitSize("", ()),
+            *(UnitSize(f"u{i}", (flat,), last=i, first_trained=i) for i in range(count)),
+        )
+    )
 
 
 def costs_of(schedule, forward, backward):
@@ -114,8 +119,8 @@ def test_the_slower_link_is_avoided():
     """Ranks of a node share a copy where links between nodes are slow and memory allows."""
     machine = Machine(1e13, 1e9, 1e12, ranks_per_node=8)
     sizes = gpt_of(10**9)
-    base = Setting.of(3, 64)
-    work = Workload(sizes, base, machine=machine, tokens=2048, memory=4e9)
+    base = Setting.of(3, 64, launch_bytes=2**22)
+    work = Workload(sizes, base, machine=machine, tokens=2048, memory=7e9)
     found = candidates(work)
     chosen = recommend(work, found)
     assert (chosen.setting.stage, chosen.setting.shards) == (3, 8)

@@ -260,7 +260,7 @@ def test_a_report_by_hand():
     assert lines["reduce wait"] == ["8.0", "%", "11.000", "5.000"]
     assert lines["step"] == ["100.0", "%", "100.000", "100.000"]
     assert "step time: mean 100.000 ms, p50 100.000 ms, p99 100.000 ms" in text
-    assert "overlap: at most 63.3 % of 30.000 ms" in text and "11.000 ms are exposed" in text
+    assert "overlap: at most 63.3 % of the 30.000 ms" in text and "in 11.000 ms the rank" in text
     assert "rank 1 makes the others wait: in a step it waits 11.000 ms, they 17.000 ms" in text
     assert "its forward takes 6.000 ms longer" in text
     assert "tokens/s: 1,000 of all ranks" in text

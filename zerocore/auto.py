@@ -16,14 +16,13 @@ from zerocore import _C, policy
 from zerocore.agreement import gather_objects
 from zerocore.groups import Ranks
 from zerocore.journal import Journal
-from zerocore.planner.advice import Workload, candidates, fits
+from zerocore.planner.advice import Workload, candidates, leaves_room
 from zerocore.planner.setting import Setting
 from zerocore.planner.sizes import ModelSizes
 from zerocore.runtime import Options
 from zerocore.values import origin_of
 
 AUTO = "auto"
-STATE_SHARE = 0.5  # of the memory that is free: nothing is known of activations
 
 
 def choose_stage(
@@ -53,16 +52,16 @@ def choose_stage(
         max_window_bytes=options.max_window_bytes,
         launch_bytes=0 if device.type == "cpu" else policy.LAUNCH_BYTES,
     )
-    work = Workload(sizes, base, memory=STATE_SHARE * least)
+    work = Workload(sizes, base, memory=least)
     found = candidates(work, search=False)
-    chosen = next((candidate for candidate in found if fits(work, candidate)), found[-1])
+    chosen = next((candidate for candidate in found if leaves_room(work, candidate)), found[-1])
     if chosen.bytes > least and journal.circle.ranks[0] == dist.get_rank():
         warnings.warn(
             f"zerocore.shard(stage='auto'): {chosen} needs {chosen.bytes / 1e9:.3f} GB without "
             f"activations, and {least / 1e9:.3f} GB are free on the rank that has least",
             stacklevel=3,
         )
-    needs = f"needs {chosen.bytes / 1e9:.3f} GB of {least / 1e9:.3f} GB that are free"
+    needs = f"needs {chosen.bytes / 1e9:.3f} GB, messages included, of {least / 1e9:.3f} GB free"
     lower = [str(c.setting.stage) for c in found if c.setting.stage < chosen.setting.stage]
     reason = f"auto: {needs}, beside activations"
     if lower:

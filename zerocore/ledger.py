@@ -41,8 +41,10 @@ class Ledger:
     parameters, master, gradients and moments are what `zerocore.stats(...).resident` counts:
     resident full parameters (stages 0 to 2) or shards that are no master copies; shards in another
     dtype than the one computed in; reduced shards and full local gradients under
-    `zerocore.no_sync`; the optimizer's state without step counters. buffers: the modules' own, and
-    the values kept aside under `MixedPrecision(buffer=...)`. windows: leased now, by stage 3.
+    `zerocore.no_sync`; the optimizer's state without step counters. Cleared gradients count on the
+    CPU, where their memory is kept for the next ones. buffers: the modules' own, and the values
+    kept aside under `MixedPrecision(buffer=...)`. windows: leased now by stage 3, and parameters
+    that `zerocore.gathered` shows.
 
     Attributes:
         stages: of the sharded models, with the ranks, and the reason where it was "auto".
@@ -73,6 +75,7 @@ class Ledger:
         optimizer: torch.optim.Optimizer | None = None,
     ) -> Ledger:
         """Counts what the sharded models in `model`, its buffers and the optimizer hold now."""
+        require_optimizer("zerocore.ledger", optimizer)
         parameters = sum(sum(sharded.elements) for sharded in models)
         found = [*holdings(models, optimizer), *_buffers(model, models), *_windows(models)]
         measured, expected = total(found), total(live.predicted(models, optimizer))
@@ -121,8 +124,8 @@ class Ledger:
             ("total", self.predicted, self.total),
             ("peak of windows", self.windows_peak_predicted, self.windows_peak),
         ):
-            each = size / max(self.parameters, 1)
-            lines.append((what, "", f"{expected:,}", f"{size:,}", f"{each:.3f}"))
+            each = f"{size / max(self.parameters, 1):.3f}" if what == "total" else ""
+            lines.append((what, "", f"{expected:,}", f"{size:,}", each))
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         table = [
             "  ".join(
@@ -136,10 +139,22 @@ class Ledger:
         first = f"held by this rank, of {self.parameters:,} parameters; {stages}"
         text = [first, table[0], rule, *table[1:-2], rule, *table[-2:]]
         if self.differences:
-            text += ["", "not as predicted:", *(f"  {line}" for line in self.differences)]
+            text += [
+                "",
+                "not as between two steps, which is what is predicted:",
+                *(f"  {line}" for line in self.differences),
+            ]
         text += ["", "in this process besides:"]
         text += [f"  {name}: {size:,} bytes" for name, size in self.outside]
         return "\n".join(text)
+
+
+def require_optimizer(caller: str, optimizer: object) -> None:
+    """Raises ValueError for anything but one optimizer or None."""
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"{caller}: optimizer: expected one torch.optim.Optimizer or None, got {optimizer!r}"
+        )
 
 
 def _stage(sharded: Sharded) -> str:
@@ -163,7 +178,7 @@ def _reason(
     category: str, more: int, measured: int, optimizer: torch.optim.Optimizer | None
 ) -> str:
     if category == "gradients" and more < 0:
-        return "no backward has reduced them all, or they were cleared on a device"
+        return "none are there before the first backward, nor on a GPU or NPU after zero_grad()"
     if category == "gradients":
         return "full local gradients wait for their reduction (zerocore.no_sync)"
     if category == "moments" and not live.knows(optimizer):
@@ -259,4 +274,4 @@ def _windows(models: Iterable[Sharded]) -> Iterator[Holding]:
             for flat in range(len(flats))
         }
         dtype = dtypes.pop() if len(dtypes) == 1 else None
-        yield Holding("windows", dtype, sharded.core.windows()[0])
+        yield Holding("windows", dtype, sharded.core.windows()[0] + sharded.core.opened_bytes())

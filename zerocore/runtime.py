@@ -139,6 +139,7 @@ class Sharded:
         reason: why this stage was taken, if zerocore took it.
         sizes: shapes and dtypes of parameters and buffers before this.
         units, elements: name and number of elements of each unit; unit 0 is the root.
+        modules: whose forward needs each unit, weakly.
         flats: the parameters of each flat buffer of each unit.
         trainable: whether those of each were, when they were sharded.
         buffers: what `MixedPrecision.buffer` does, for the modules that this call owns.
@@ -167,6 +168,7 @@ class Sharded:
         self.sizes = ModelSizes.of_plans(model, plans, buffers)
         self.units = [plan.name for plan in plans]
         self.elements = [sum(p.numel() for _, p in plan.params) for plan in plans]
+        self.modules = [[weakref.ref(module) for module in plan.modules] for plan in plans]
         self.flats: list[list[list[nn.Parameter]]] = []
         self.trainable: list[list[bool]] = []
         self.reason = ""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zerocore import registry
-from zerocore.ledger import holdings
+from zerocore.ledger import holdings, require_optimizer
 from zerocore.planner.communication import Collectives
 
 
@@ -56,6 +56,7 @@ class Stats:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         self._sharded = registry.require_sharded(model, "zerocore.stats")
+        require_optimizer("zerocore.stats", optimizer)
         self._optimizer = optimizer
 
     def __repr__(self) -> str:

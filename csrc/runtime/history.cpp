@@ -49,14 +49,28 @@ void Runtime::end(const char* event, const char* kind, int unit) {
   note(event, kind, unit, std::string_view(event) == "done" && unit >= 0 ? elements(unit) : 0);
 }
 
-void Runtime::begin_span(const std::string& kind) {
+int64_t Runtime::opened_bytes() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  begin("begin", interned(kind), -1);
+  int64_t bytes = 0;
+  for (const auto& unit : units_) {
+    for (size_t f = 0; f < unit->originals.size(); ++f) {
+      // A resident window, or the only shard, is no other memory.
+      const bool resident = unit->flats[f]->shard_is_slot() ||
+                            unit->originals[f].data_ptr() == unit->flats[f]->shard().data_ptr();
+      if (!resident) bytes += static_cast<int64_t>(unit->originals[f].nbytes());
+    }
+  }
+  return bytes;
 }
 
-void Runtime::end_span(const std::string& kind) {
+void Runtime::begin_span(const std::string& kind, int unit) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  end("end", interned(kind), -1);
+  begin("begin", interned(kind), unit);
+}
+
+void Runtime::end_span(const std::string& kind, int unit) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  end("end", interned(kind), unit);
 }
 
 void Runtime::time_device(bool on) {

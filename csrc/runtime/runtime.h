@@ -88,6 +88,8 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   // the parameters were written to otherwise.
   void open(const std::vector<int>& units);
   void close(const std::vector<int>& units, bool write);
+  // What was allocated for them, outside of a forward.
+  int64_t opened_bytes();
   bool is_open(int unit) const { return units_.at(unit)->opened > 0; }
   // Copies of the full parameters of a flat buffer, in its order.
   std::vector<at::Tensor> full_tensors(int unit, int flat);
@@ -110,8 +112,8 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   at::Tensor main_gradient(int unit, int flat);
 
   // What is done with the whole model outside of its passes, for the log.
-  void begin_span(const std::string& kind);
-  void end_span(const std::string& kind);
+  void begin_span(const std::string& kind, int unit);
+  void end_span(const std::string& kind, int unit);
 
   // From now on events on the device take the times of launches, of computations and of what the
   // computing stream waits for; nothing where work is not enqueued.

@@ -68,10 +68,11 @@ def fake_copies(model: nn.Module, mode: FakeTensorMode, mixed: MixedPrecision | 
     made: dict[int, torch.Tensor] = {}
     found = []
     for module in model.modules():
-        for table in (module._parameters, module._buffers):
-            narrow = mixed and (mixed.param if table is module._parameters else mixed.buffer)
+        dtypes = mixed and (mixed.param, mixed.buffer, None)
+        tables = (module._parameters, module._buffers, vars(module))
+        for table, narrow in zip(tables, dtypes or (None, None, None), strict=True):
             for name, tensor in table.items():
-                if tensor is None:
+                if not isinstance(tensor, torch.Tensor):
                     continue
                 if id(tensor) not in made:
                     floating = tensor.is_floating_point() and narrow
@@ -85,16 +86,39 @@ def fake_copies(model: nn.Module, mode: FakeTensorMode, mixed: MixedPrecision | 
     return found
 
 
+def _contents(table: dict[str, Any] | set[Any]) -> Callable[[], None]:
+    """Gives a table of a module, and those in it, again what they have now."""
+    own = table.copy()
+    inside = isinstance(table, dict) and [
+        _contents(value) for value in own.values() if isinstance(value, dict | set)
+    ]
+
+    def restore() -> None:
+        table.clear()
+        table.update(own)
+        for each in inside or ():
+            each()
+
+    return restore
+
+
+@contextlib.contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Afterwards modules have again what they had."""
+    restores = [_contents(vars(module)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for restore in restores:
+            restore()
+
+
 @contextlib.contextmanager
 def _shown(found: Sequence[tuple[dict, str, torch.Tensor, torch.Tensor]]) -> Iterator[None]:
     """The model has the fake tensors in their places."""
     for table, name, _, fake in found:
         table[name] = fake
-    try:
-        yield
-    finally:
-        for table, name, tensor, _ in found:
-            table[name] = tensor
+    yield
 
 
 def trace_step(
@@ -107,7 +131,8 @@ def trace_step(
     """Runs a forward and a backward without memory and without computing anything.
 
     Args:
-        model: on any device, the meta device for example; it is as before afterwards.
+        model: on any device, the meta device for example; it is as before afterwards, what it
+            changes elsewhere is not.
         plans: its units.
         inputs: gives the forward's positional and keyword arguments; tensors that are made in it
             have no memory.
@@ -120,7 +145,7 @@ def trace_step(
     found = fake_copies(model, mode, mixed_precision)
     watch = _Watch(plans, {id(t): fake for _, _, t, fake in found})
     try:
-        with _shown(found), mode, watch.hooked(), watch:
+        with _restored(model), _shown(found), mode, watch.hooked(), watch:
             args, kwargs = inputs()
             watch.forget(args, kwargs)
             if mixed_precision is not None:
@@ -133,11 +158,11 @@ def trace_step(
             del output
             watch.begin_backward()
             value.backward()
-    except (RuntimeError, NotImplementedError, TypeError) as error:
+    except Exception as error:
         raise ValueError(
             "activations: expected a model that runs on tensors without values, got "
-            f"{type(error).__name__}: {str(error).strip().splitlines()[0]}; leave activations out, "
-            "or write what looks at values for fake tensors"
+            f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}; "
+            "leave activations out, or write what looks at values for tensors without"
         ) from error
     return watch.activity()
 
@@ -219,7 +244,8 @@ class _Watch(TorchDispatchMode):
 
     def _leave(self, unit: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self._part().leaves = True
+            # What is computed again inside a backward stays for its own backward.
+            self._part().leaves = not self._backward
             self._running.pop()
             self._begin(self._running[-1])
             for tensor in tensors_in(output):
@@ -334,6 +360,9 @@ class _Watch(TorchDispatchMode):
             cost.flops += sdpa_flop_count(*(t.shape for t in args[:3]))
         elif packet == aten._scaled_dot_product_flash_attention_for_cpu_backward:
             cost.flops += sdpa_backward_flop_count(*(t.shape for t in args[:4]))
+        elif packet.__name__.startswith("mkldnn_rnn_layer"):
+            steps, back = args[0].shape[:-1].numel(), packet.__name__.endswith("backward")
+            cost.flops += (4 if back else 2) * steps * (args[1].numel() + args[2].numel())
         else:
             tensors = [*tensors_in(list(args)), *tensors_in(kwargs), *outputs]
             cost.traffic += sum(t.numel() * t.element_size() for t in tensors)
@@ -342,6 +371,12 @@ class _Watch(TorchDispatchMode):
         """What was seen, once the backward is over."""
         for unit in [*self._entered, ROOT]:
             self._last_of(unit).leaves = True
+        # Units of which a parameter was not used are reduced at the end.
+        for unit, params in enumerate(self._params):
+            expected = sum(param.requires_grad for param in params)
+            if 0 < self._waiting[unit] < expected:
+                part = _Part(unit, "backward", enters=False, reduces=True, peak=self._live)
+                self._parts.append(part)
         parts = [p for p in self._parts if p.cost.operations or p.enters or p.leaves or p.reduces]
         return Activity(
             tuple(Call(p.unit, p.phase, p.enters, p.leaves, p.reduces) for p in parts),

@@ -15,6 +15,8 @@ from zerocore.planner.sizes import FlatSize, ModelSizes, UnitSize
 
 # A step that is slower by less is as fast: the simplest setting among those is taken.
 AS_FAST = 0.02
+# Of the memory, what a rank may need besides activations where these are not known.
+STATE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Workload:
         tokens: of a rank and micro-batch; for a machine, without `activity`.
         activity: what the model was seen to do.
         memory: bytes that a rank has; None: it is not looked at.
+        units: names of the classes of units, if they were named.
     """
 
     sizes: ModelSizes
@@ -76,6 +79,7 @@ class Workload:
     tokens: float = 0.0
     activity: Activity | None = None
     memory: float | None = None
+    units: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -122,10 +126,10 @@ def _settings(work: Workload, search: bool) -> Iterator[tuple[Setting, int]]:
         yield plain, 1
         if not search:
             continue
-        groups = [ranks, *_groups(work)] if stage else [1]
+        groups = [shards, *(_groups(work) if shards == ranks else ())] if stage else [1]
         for group in groups:
             here = replace(plain, shards=group, replicas=ranks // group)
-            for option, merged in _options(here):
+            for option, merged in _options(here, len(work.sizes.units) - 1):
                 if (option, merged) != (plain, 1):
                     yield option, merged
 
@@ -141,14 +145,15 @@ def _groups(work: Workload) -> list[int]:
     return found
 
 
-def _options(setting: Setting) -> Iterator[tuple[Setting, int]]:
+def _options(setting: Setting, units: int) -> Iterator[tuple[Setting, int]]:
     if setting.stage < 3:
         yield setting, 1
         return
     for reshard in (True, False):
         for prefetch in (1, 2) if reshard else (1,):
             for merged in (1, 2, 4):
-                yield replace(setting, reshard_after_forward=reshard, prefetch=prefetch), merged
+                if merged == 1 or merged < units:
+                    yield replace(setting, reshard_after_forward=reshard, prefetch=prefetch), merged
 
 
 def fits(work: Workload, candidate: Candidate) -> bool:
@@ -156,11 +161,22 @@ def fits(work: Workload, candidate: Candidate) -> bool:
     return work.memory is None or candidate.bytes <= work.memory
 
 
+def leaves_room(work: Workload, candidate: Candidate) -> bool:
+    """Whether it fits, with half of the memory left for activations where they are not counted."""
+    share = STATE_SHARE if work.activity is None else 1.0
+    return work.memory is None or candidate.bytes <= share * work.memory
+
+
 def recommend(work: Workload, found: Iterable[Candidate]) -> Candidate | None:
-    """The fastest that fits, of several as fast the first, the simplest; None: nothing fits."""
-    fitting = [candidate for candidate in found if fits(work, candidate)]
+    """The fastest that leaves room, of several as fast the first, the simplest.
+
+    If none leaves room, the smallest that fits; None: nothing fits.
+    """
+    found = list(found)
+    fitting = [candidate for candidate in found if leaves_room(work, candidate)]
     if not fitting:
-        return None
+        fitting = [candidate for candidate in found if fits(work, candidate)]
+        return min(fitting, key=lambda candidate: candidate.bytes, default=None)
     fastest = min(candidate.seconds for candidate in fitting)
     return next(c for c in fitting if c.seconds <= fastest * (1 + AS_FAST))
 
@@ -193,7 +209,11 @@ def _joined(units: Sequence[UnitSize]) -> UnitSize:
             )
             for key, same in flats.items()
         ),
-        sum(unit.matrix_elements for unit in units),
+        matrix_elements=sum(unit.matrix_elements for unit in units),
+        last=max(unit.last for unit in units),
+        first_trained=min(
+            (unit.first_trained for unit in units if unit.first_trained is not None), default=None
+        ),
     )
 
 

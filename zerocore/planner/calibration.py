@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,21 @@ SMALL, LARGE = 2**10, 2**20  # elements of a message
 SHAPE = (8, 96, 192)
 
 
-def seconds_of(works: Sequence[Callable[[], object]], repeats: int = REPEATS) -> list[float]:
-    """Median seconds of each, taken in turns: machines are slower at times than at others."""
+class Rates(NamedTuple):
+    """What was measured.
+
+    Attributes:
+        machine: the rates.
+        spread: of the middle half of the times of a product, longest over shortest: more than 1.2
+            says that the machine did something else meanwhile.
+    """
+
+    machine: Machine
+    spread: float
+
+
+def seconds_of(works: Sequence[Callable[[], object]], repeats: int = REPEATS) -> list[list[float]]:
+    """Seconds of each, sorted, taken in turns: machines are slower at times than at others."""
     times: list[list[float]] = [[] for _ in works]
     for turn in range(repeats + 2):
         for work, taken in zip(works, times, strict=True):
@@ -34,10 +48,10 @@ def seconds_of(works: Sequence[Callable[[], object]], repeats: int = REPEATS) ->
             work()
             if turn >= 2:
                 taken.append(time.perf_counter() - start)
-    return [statistics.median(taken) for taken in times]
+    return [sorted(taken) for taken in times]
 
 
-def measure_machine(dtype: torch.dtype = torch.float32) -> Machine:
+def measure_machine(dtype: torch.dtype = torch.float32) -> Rates:
     """Rates of one thread of this machine, and of messages between two ranks over gloo.
 
     Takes some seconds; run it while nothing else does. `ranks_per_node` of the result is 2.
@@ -59,35 +73,35 @@ def measure_machine(dtype: torch.dtype = torch.float32) -> Machine:
             rank.join()
         if any(rank.exitcode for rank in ranks):
             raise RuntimeError("calibration: expected two ranks to measure, got one that failed")
-        return replace(results.get(), cores=len(os.sched_getaffinity(0)))
+        machine, spread = results.get()
+        return Rates(replace(machine, cores=len(os.sched_getaffinity(0))), spread)
 
 
 def _rank(rank: int, store: str, dtype: torch.dtype, results: object) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{store}", timedelta(60), 2, rank)
     # Both compute at the same time, as ranks do.
-    flops, others, memory, operation = _compute_rates(dtype)
+    flops, others, memory, operation, spread = _compute_rates(dtype)
     latency, rate = _message_rates(1 - rank)
     if rank == 0:
-        results.put(
-            Machine(
-                flops=flops,
-                others=others,
-                memory=memory,
-                operation=operation,
-                network=rate,
-                intra=rate,
-                latency=latency,
-                intra_latency=latency,
-                ranks_per_node=2,
-                cores=2,
-            )
+        machine = Machine(
+            flops=flops,
+            others=others,
+            memory=memory,
+            operation=operation,
+            network=rate,
+            intra=rate,
+            latency=latency,
+            intra_latency=latency,
+            ranks_per_node=2,
         )
+        results.put((machine, spread))
     dist.destroy_process_group()
 
 
-def _compute_rates(dtype: torch.dtype) -> tuple[float, float, float, float]:
-    """Flop/s of products; bytes/s of other operations, and of a copy; seconds of an operation.
+def _compute_rates(dtype: torch.dtype) -> tuple[float, float, float, float, float]:
+    """Flop/s of products; bytes/s of other operations, and of a copy; seconds of an operation; and
+    the spread of the times of products.
 
     Other operations: what two layers of a transformer take besides products, over the bytes that
     their norms, gelu and additions read and write; with the memory that they allocate.
@@ -110,7 +124,9 @@ def _compute_rates(dtype: torch.dtype) -> tuple[float, float, float, float]:
 
     works = (lambda: [a @ b for _ in range(5)], lambda: copy.copy_(large), operations, step)
     dist.barrier()
-    products, copying, small, whole = seconds_of(works)
+    times = seconds_of(works)
+    products, copying, small, whole = map(statistics.median, times)
+    spread = times[0][3 * REPEATS // 4] / times[0][REPEATS // 4]
     flops = 5 * 2 * a.numel() * b.shape[1] / products
     operation = small / OPERATIONS
     activity = trace_step(
@@ -120,7 +136,7 @@ def _compute_rates(dtype: torch.dtype) -> tuple[float, float, float, float]:
     rest = whole - cost.flops / flops - cost.operations * operation
     # Products that were slower by themselves would leave nothing.
     others = cost.traffic / max(rest, 0.1 * whole)
-    return flops, others, 2 * large.nbytes / copying, operation
+    return flops, others, 2 * large.nbytes / copying, operation, spread
 
 
 def _layers(dtype: torch.dtype) -> nn.Module:
@@ -144,5 +160,6 @@ def _message_rates(peer: int) -> tuple[float, float]:
         return work
 
     dist.barrier()
-    small, large = seconds_of([exchange(SMALL), exchange(LARGE)], MESSAGES)
+    times = seconds_of([exchange(SMALL), exchange(LARGE)], MESSAGES)
+    small, large = map(statistics.median, times)
     return small, 4 * (LARGE - SMALL) / max(large - small, 1e-9)

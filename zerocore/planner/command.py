@@ -30,6 +30,8 @@ from zerocore.policy import MixedPrecision
 from zerocore.units import plan_units
 
 MOMENTS = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
+MOST_PARAMETERS = 10**15
+BUSY = 1.2  # spread of times from which on a machine does something else meanwhile
 SHOWN = 4  # candidates in the table of times, beside the plain ones
 
 
@@ -86,10 +88,10 @@ def _add_machine(add: Callable[..., Any]) -> None:
 
 def _count(text: str) -> int:
     try:
-        value = int(float(text))
+        value = int(text) if text.isdecimal() else int(float(text))
     except (ValueError, OverflowError):
         value = 0
-    if value < 1:
+    if not 1 <= value <= MOST_PARAMETERS:
         raise argparse.ArgumentTypeError(f"expected a number such as 7e9, got {text!r}")
     return value
 
@@ -124,9 +126,16 @@ def run(options: argparse.Namespace) -> int:
 
 def calibrate(path: Path) -> int:
     """Measures this machine."""
-    machine = measure_machine()
+    path.touch()  # known at once if it cannot be written
+    machine, spread = measure_machine()
     path.write_text(json.dumps(dataclasses.asdict(machine), indent=2) + "\n")
     print(f"{machine}\nwritten to {path}")
+    if spread > BUSY:
+        print(
+            f"zerocore plan: --calibrate: the times of one product differ by {spread - 1:.0%}: "
+            "this machine was busy; measure again while nothing else runs",
+            file=sys.stderr,
+        )
     return 0
 
 
@@ -147,6 +156,8 @@ def _check(options: argparse.Namespace) -> None:
         given = " and ".join(f"--{name}" for name in rates)
         raise ValueError(f"expected --flops, --network and --intra together, got {given} only")
     timed = rates or options.machine is not None
+    if options.tokens is not None and options.activations is not None:
+        raise ValueError("--tokens: expected it without --activations, which has them, got both")
     if timed and options.tokens is None and options.activations is None:
         raise ValueError("--tokens: expected the number of tokens of a rank in a step, got none")
 
@@ -163,6 +174,11 @@ def plan(options: argparse.Namespace) -> int:
     print(f"{title}, {options.optimizer}\n")
     for section in _sections(options, work, plain):
         print(section + "\n")
+    if len(work.sizes.units) <= 2 and options.units is None:
+        print(
+            "All blocks are merged into one unit (up to bucket_bytes=25 MiB): at stage 3 it is "
+            "gathered as a whole. --units names blocks to be units of their own.\n"
+        )
     chosen = None
     if work.machine is not None or work.memory is not None:
         found = candidates(work) if work.machine is not None else plain
@@ -171,7 +187,7 @@ def plan(options: argparse.Namespace) -> int:
             best = sorted(found, key=lambda candidate: candidate.seconds)
             others = [c for c in best if c not in plain and fits(work, c)]
             shown = [*plain, *others[:SHOWN]]
-            print("predicted: each stage over all ranks, then the fastest others that fit\n")
+            print("predicted: each stage, then the fastest others that fit\n")
             print(tables.times(work, shown) + "\n")
         print(reasons.recommendation(work, chosen, plain) + "\n")
     print("This assumes:")
@@ -181,11 +197,11 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def _sections(options: argparse.Namespace, work: Workload, plain: list) -> Iterator[str]:
-    if options.params is not None and options.optimizer == "adamw":
+    if options.params is not None:
         yield (
             "between steps, bytes of a rank per parameter and in GB (classic: arXiv 1910.02054, "
             "figure 1)\n\n"
-            + tables.recipes(options.params, options.world, options.dtype)
+            + tables.recipes(options.params, work.base.shards, options.dtype, work.moments)
             + "\n\nStage 1 while a full gradient waits for its reduction (no_sync), as in "
             "the paper;\nwithout accumulation it holds what stage 2 does."
         )
@@ -222,6 +238,7 @@ def _workload(options: argparse.Namespace) -> Workload:
         options.tokens or 0.0,
         activity,
         options.memory,
+        tuple(options.units or ()),
     )
 
 
@@ -230,7 +247,7 @@ def _machine(options: argparse.Namespace) -> Machine | None:
         try:
             facts = json.loads(options.machine.read_text())
             return Machine(**facts).with_ranks(options.world)
-        except (TypeError, json.JSONDecodeError) as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(
                 f"--machine: expected a file that --calibrate wrote, got {options.machine}: {error}"
             ) from error
@@ -271,13 +288,14 @@ def _arguments(option: str, name: str) -> tuple[str, tuple]:
     name, bracket, rest = name.partition("(")
     if not bracket:
         return name, ()
+    inner = rest.rstrip().removesuffix(")")
     try:
-        return name, ast.literal_eval(
-            f"({rest.rstrip().removesuffix(')')},)" if rest != ")" else "()"
-        )
+        if inner == rest.rstrip():
+            raise SyntaxError("no bracket")
+        return name, ast.literal_eval(f"({inner},)") if inner.strip() else ()
     except (SyntaxError, ValueError):
         raise ValueError(
-            f"{option}: expected arguments that are numbers or texts, got ({rest}"
+            f"{option}: expected arguments that are numbers or texts in brackets, got ({rest}"
         ) from None
 
 
@@ -313,7 +331,7 @@ def _unit_classes(model: nn.Module, names: list[str] | None) -> list[type[nn.Mod
 def _activity(model: nn.Module, units: Any, inputs: str, mixed: MixedPrecision | None) -> Activity:
     plans = plan_units(model, units, 25 * 2**20)
     shape = inputs.split("x")
-    if len(shape) == 2 and all(part.isdecimal() for part in shape):
+    if len(shape) == 2 and all(part.isdecimal() and int(part) > 0 for part in shape):
         batch, tokens = map(int, shape)
         return trace_step(model, plans, lambda: _tokens(model, batch, tokens), mixed)
     function = _function("--activations", inputs)

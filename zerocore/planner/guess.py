@@ -34,5 +34,5 @@ def gpt_of(parameters: int, blocks: int | None = None) -> ModelSizes:
     for i in range(blocks):
         size = share + (i < more)
         flat = FlatSize((size,), torch.float32, trainable=True)
-        units.append(UnitSize(f"blocks.{i}", (flat,), size))
+        units.append(UnitSize(f"blocks.{i}", (flat,), size, last=i, first_trained=i))
     return ModelSizes(tuple(units))

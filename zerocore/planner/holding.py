@@ -69,7 +69,7 @@ def _of_flat(
 def _buffers(sizes: ModelSizes, setting: Setting) -> Iterator[Holding]:
     """The modules' own, and beside those in another dtype what is kept in their own."""
     shown = setting.mixed_precision.buffer if setting.mixed_precision else None
-    for dtype, size in sizes.buffers:
+    for dtype, size, elements in sizes.buffers:
         yield Holding("buffers", dtype, size)
         if shown is not None and dtype.is_floating_point and dtype != shown:
-            yield Holding("buffers", shown, size // dtype.itemsize * shown.itemsize)
+            yield Holding("buffers", shown, elements * shown.itemsize)

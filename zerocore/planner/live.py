@@ -85,7 +85,7 @@ def _moments(optimizer: torch.optim.Optimizer) -> Iterator[Holding]:
             sharded = entry.sharded() if entry is not None else None
             if not _is_own(optimizer) or sharded is None:
                 each = 2 if _is_own(optimizer) else _states(optimizer, group)
-                yield Holding("moments", param.dtype, each * _kept_bytes(param))
+                yield _kept(param, entry, sharded, each)
                 continue
             key = (id(sharded), entry.unit, entry.flat)
             if key not in flats:
@@ -95,9 +95,20 @@ def _moments(optimizer: torch.optim.Optimizer) -> Iterator[Holding]:
                 yield Holding("moments", facts.kept, 2 * facts.shard * facts.kept.itemsize)
 
 
-def _kept_bytes(param: torch.Tensor) -> int:
-    """State of a 0-dim parameter is not told from step counters."""
-    return param.nbytes if param.dim() > 0 and param.requires_grad else 0
+def _kept(
+    param: torch.Tensor, entry: registry.Entry | None, sharded: Sharded | None, each: int
+) -> Holding:
+    """State for each element that this rank steps, whatever the parameter shows now.
+
+    That of a 0-dim parameter is not told from step counters.
+    """
+    dtype, elements, dims = param.dtype, param.numel(), param.dim()
+    if sharded is not None:
+        dtype = sharded.core.shard(entry.unit, entry.flat).dtype
+        start, stop = sharded.core.owned(entry.unit, entry.flat, entry.index)
+        elements, dims = stop - start, len(entry.shape)
+    counts = dims > 0 and param.requires_grad
+    return Holding("moments", dtype, each * elements * dtype.itemsize * counts)
 
 
 def _states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:

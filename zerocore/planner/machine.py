@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from zerocore.planner.activity import Cost
 
@@ -37,6 +37,16 @@ class Machine:
     latency: float = 9.6e-6
     intra_latency: float = 3.4e-6
     cores: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "cores" and value is None:
+                continue
+            least = 0.0 if field.name in ("operation", "latency", "intra_latency") else None
+            number = isinstance(value, int | float) and not math.isnan(value)
+            if not number or value < 0 or (value == 0 and least is None):
+                raise ValueError(f"{field.name}: expected a positive number, got {value!r}")
 
     def with_ranks(self, ranks_per_node: int) -> Machine:
         """The same with another number of ranks on a node."""

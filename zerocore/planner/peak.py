@@ -48,8 +48,8 @@ def peak_of(
 
     On the CPU the pools keep the memory of windows and messages for the next lease: it counts all
     the time. Elsewhere the device's allocator gets it back, and gradients that were cleared are
-    free until they are made again. Two reductions are taken to be under way at a time, one on the
-    network and the next one packed; a network that does not keep up holds more.
+    free until they are made again, and the messages are those of the newest reductions. CPU ranks
+    may have all reductions of a backward under way at once, if the network does not keep up.
 
     Args:
         activity: what the model was seen to do; None: activations are left out, and all that is
@@ -66,16 +66,17 @@ def peak_of(
     window = {u: sum(f.window_bytes for f in gathered(sizes, setting, u)) for u in schedule.units}
     stay = setting.lifetimes.full_parameters_stay
     reductions = [action.units for action in schedule.actions if action.kind == "reduce"]
-    pairs = zip([(), *reductions], reductions, strict=False)
-    most_messages = max((sum(messages[u] for u in (*a, *b)) for a, b in pairs), default=0)
+    if keeps:
+        most_messages = sum(messages.values())
+    else:
+        most_messages = max((sum(messages[u] for u in units) for units in reductions), default=0)
     local = max(_local_bytes(sizes, setting, unit) for unit in range(len(sizes.units)))
     if activity is None:
         everything = sum(h.bytes for h in held)
         return Peak(-1, everything, schedule.windows_peak, most_messages, local)
     waiting = local * (merged - 1) // merged
     open_now = made = 0
-    sent: tuple[int, ...] = ()  # of the last two launches
-    newest: tuple[int, ...] = ()
+    sent: tuple[int, ...] = ()  # by the newest launch
     best = Peak(-1, 0, 0, 0, 0)
     for action in schedule.actions:
         if action.kind == "gather" and not stay:
@@ -83,7 +84,7 @@ def peak_of(
         elif action.kind == "release":
             open_now -= sum(window[unit] for unit in action.units)
         elif action.kind == "reduce":
-            sent, newest = newest + action.units, action.units
+            sent = action.units
             made += sum(_gradient_bytes(sizes, setting, unit) for unit in action.units)
         elif action.kind == "compute":
             now = Peak(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from zerocore.planner.advice import AS_FAST, Candidate, Workload, fits, merge
+import torch
+
+from zerocore.planner.advice import AS_FAST, Candidate, Workload, fits, leaves_room, merge
 from zerocore.planner.tables import gigabytes
 
 
@@ -22,6 +24,9 @@ def recommendation(work: Workload, chosen: Candidate | None, plain: Sequence[Can
             "checkpointing, or a narrower dtype."
         )
     lines = [f"Recommended: {chosen}."]
+    if not leaves_room(work, chosen):
+        left = gigabytes(work.memory - chosen.bytes)
+        lines.append(f"It leaves {left} GB for activations, which are not counted here: little.")
     lines += _about_lower(work, chosen, plain)
     lines += _about_others(chosen, plain)
     if chosen.setting.stage and chosen.setting.replicas > 1:
@@ -41,7 +46,10 @@ def _about_lower(work: Workload, chosen: Candidate, plain: Sequence[Candidate]) 
     for candidate in plain:
         if candidate.setting.stage >= chosen.setting.stage:
             continue
-        if not fits(work, candidate):
+        if fits(work, candidate) and not leaves_room(work, candidate):
+            left = gigabytes(work.memory - candidate.bytes)
+            yield f"{_first(candidate)} would leave {left} GB for activations: less than half."
+        elif not fits(work, candidate):
             more = gigabytes(candidate.bytes - work.memory)
             yield f"{_first(candidate)} does not fit: {more} GB too much."
         elif chosen.timeline and candidate.seconds > chosen.seconds * (1 + AS_FAST):
@@ -59,7 +67,7 @@ def _about_others(chosen: Candidate, plain: Sequence[Candidate]) -> Iterator[str
         elif candidate.seconds > chosen.seconds * (1 + AS_FAST):
             yield f"{_first(candidate)} would take {gain} and {_slower(candidate, chosen)}."
         else:
-            yield f"{_first(candidate)} would take {gain} and as long."
+            yield f"{_first(candidate)} would take {gain} and about as long."
 
 
 def _first(candidate: Candidate) -> str:
@@ -77,6 +85,12 @@ def arguments(work: Workload, chosen: Candidate) -> str:
     """Of `zerocore.shard`."""
     setting = chosen.setting
     words = [f"stage={setting.stage}"]
+    if work.units:
+        words.append(f"units=[{', '.join(work.units)}]")
+    if setting.mixed_precision is not None:
+        wide = setting.mixed_precision.accumulate == torch.float32
+        more = "" if wide else ", accumulate=torch.bfloat16"
+        words.append(f"mixed_precision=zerocore.MixedPrecision(torch.bfloat16{more})")
     if setting.stage and setting.replicas > 1:
         shape = f"({setting.replicas}, {setting.shards})"
         words.append(
@@ -111,8 +125,8 @@ def assumptions(work: Workload, guessed: bool, flops_known: bool) -> list[str]:
             "is what the model returns as `loss`, else the mean of what it returns"
         )
     lines.append(
-        "units called in the order of registration, two reductions under way at a time; all ranks "
-        "alike"
+        "units called in the order of registration; all ranks alike; on GPUs one reduction under "
+        "way at a time, on CPU ranks all of a backward (a slow network)"
     )
     if work.machine is None:
         return lines

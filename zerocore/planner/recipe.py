@@ -14,8 +14,6 @@ class Recipe:
         parameter: the copy that modules compute with.
         gradient: the gradient that waits for the step.
         optimizer: master copy and moments.
-        slot: bytes of `parameter` that are a part of `optimizer` at each stage that shards it: what
-            a rank steps is its own part of the full parameters (one dtype for both).
         kept_shard: bytes per parameter of the shard that stage 3 keeps beside `optimizer`.
     """
 
@@ -40,13 +38,21 @@ class Recipe:
         return (self.kept_shard + self.gradient + self.optimizer) / ranks
 
 
-# Classic: arXiv 1910.02054, section 3.1: 2 + 2 + K with K = 12 for Adam in mixed precision, of
-# which stage 3 keeps a shard of the parameters as well. Here the master copy is that shard.
-RECIPES = {
-    "bf16": (
-        Recipe("classic", 2, 2, 12, kept_shard=2),
-        Recipe("zerocore, bf16 gradients", 2, 2, 12, kept_shard=0),
-        Recipe("zerocore, fp32 gradients", 2, 4, 12, kept_shard=0),
-    ),
-    "fp32": (Recipe("fp32", 4, 4, 8, kept_shard=4),),
-}
+def recipes_of(dtype: str, moments: int = 2) -> tuple[Recipe, ...]:
+    """The known ones of a dtype of computation.
+
+    Classic: arXiv 1910.02054, section 3.1: 2 + 2 + K, with K = 4 for the master copy and 8 for
+    Adam's moments in mixed precision; stage 3 keeps a shard of the parameters as well. Here the
+    master copy is that shard.
+
+    Args:
+        moments: fp32 values that the optimizer keeps for each parameter.
+    """
+    if dtype == "fp32":
+        return (Recipe("fp32", 4, 4, 4 * moments, kept_shard=4),)
+    optimizer = 4 + 4 * moments
+    return (
+        Recipe("classic", 2, 2, optimizer, kept_shard=2),
+        Recipe("zerocore, bf16 gradients", 2, 2, optimizer, kept_shard=0),
+        Recipe("zerocore, fp32 gradients", 2, 4, optimizer, kept_shard=0),
+    )

@@ -70,14 +70,20 @@ class Schedule:
 
 
 def default_calls(sizes: ModelSizes) -> list[Call]:
-    """Units in the order of registration, the root before and after them; then all backwards."""
+    """Units in the order of registration, the root before and after them; then all backwards.
+
+    A backward ends where nothing that was registered before needs gradients.
+    """
     units = range(1, len(sizes.units))
+    starts = [unit.first_trained for unit in sizes.units if unit.first_trained is not None]
+    first = min(starts, default=0)
+    back = [unit for unit in reversed(units) if sizes.units[unit].last >= first]
     return [
         Call(ROOT, "forward", leaves=False),
         *(Call(unit, "forward") for unit in units),
         Call(ROOT, "forward", enters=False),
         Call(ROOT, "backward", leaves=False),
-        *(Call(unit, "backward", reduces=True) for unit in reversed(units)),
+        *(Call(unit, "backward", reduces=True) for unit in back),
         Call(ROOT, "backward", enters=False, reduces=True),
     ]
 
@@ -115,13 +121,15 @@ class _Conductor:
         self.calls = calls
         facts = [[FlatFacts.of(flat, setting) for flat in unit.flats] for unit in sizes.units]
         self.bytes = [sum(flat.window_bytes for flat in flats) for flats in facts]
+        self.flats = [unit.flats for unit in sizes.units]
         self.trained = [any(flat.trainable for flat in unit.flats) for unit in sizes.units]
+        self.with_backward = {call.unit for call in calls if call.phase == "backward"}
         self.windows = _C.Rehearsal(
             bytes=self.bytes,
             prefetch=setting.prefetch,
             persistent=setting.lifetimes.full_parameters_stay,
             launch_bytes=setting.launch_bytes,
-            budget=setting.max_window_bytes,
+            budget=0 if setting.lifetimes.full_parameters_stay else setting.max_window_bytes,
         )
         self.actions: list[Action] = []
         self.stale = True
@@ -153,7 +161,7 @@ class _Conductor:
                 continue  # the root's window stays for the whole pass
             if call.phase == "backward":
                 windows.release(call.unit)
-            elif self.setting.reshard_after_forward:
+            elif self.setting.reshard_after_forward or call.unit not in self.with_backward:
                 windows.keep(call.unit)
         self._launch_reductions()
         windows.end_pass()
@@ -184,7 +192,7 @@ class _Conductor:
                     self.actions.append(Action("gather", tuple(together)))
             elif self.setting.shards == 1 and event != "release":
                 continue
-            elif self.bytes[unit] == 0:
+            elif not self.flats[unit]:
                 continue
             elif event != "gather":
                 self.actions.append(Action(event, (unit,)))

@@ -35,11 +35,15 @@ class UnitSize:
         flats: its flat buffers.
         matrix_elements: elements of parameters that each token is multiplied with: those of two
             dimensions and more which are no embedding tables.
+        last: place of its last parameter among all, in the order of registration.
+        first_trained: of its first one that needs a gradient; None: none does.
     """
 
     name: str
     flats: tuple[FlatSize, ...]
     matrix_elements: int = 0
+    last: int = 0
+    first_trained: int | None = None
 
     @property
     def parameters(self) -> int:
@@ -58,11 +62,11 @@ class ModelSizes:
 
     Attributes:
         units: the root first, the others in the order of registration.
-        buffers: (dtype, bytes) of each of the model's own buffers.
+        buffers: (dtype, bytes, elements) of each of the model's own buffers.
     """
 
     units: tuple[UnitSize, ...]
-    buffers: tuple[tuple[torch.dtype, int], ...] = ()
+    buffers: tuple[tuple[torch.dtype, int, int], ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -96,11 +100,12 @@ class ModelSizes:
         """The same of units that were planned before."""
         used = _matrix_uses(model)
         storages = {buffer.untyped_storage()._cdata: buffer for buffer in buffers}
-        found = tuple((b.dtype, b.untyped_storage().nbytes()) for b in storages.values())
-        return cls(tuple(_unit_size(plan, used) for plan in plans), found)
+        found = ((b.dtype, b.untyped_storage().nbytes(), b.numel()) for b in storages.values())
+        places = {id(param): place for place, param in enumerate(model.parameters())}
+        return cls(tuple(_unit_size(plan, used, places) for plan in plans), tuple(found))
 
 
-def _unit_size(plan: UnitPlan, used: dict[int, int]) -> UnitSize:
+def _unit_size(plan: UnitPlan, used: dict[int, int], places: dict[int, int]) -> UnitSize:
     flats = tuple(
         FlatSize(
             tuple(param.numel() for _, param in flat),
@@ -109,7 +114,14 @@ def _unit_size(plan: UnitPlan, used: dict[int, int]) -> UnitSize:
         )
         for flat in plan.flats()
     )
-    return UnitSize(plan.name, flats, sum(used.get(id(param), 0) for _, param in plan.params))
+    params = [param for _, param in plan.params]
+    return UnitSize(
+        plan.name,
+        flats,
+        matrix_elements=sum(used.get(id(param), 0) for param in params),
+        last=max((places[id(param)] for param in params), default=0),
+        first_trained=min((places[id(p)] for p in params if p.requires_grad), default=None),
+    )
 
 
 def _matrix_uses(model: nn.Module) -> dict[int, int]:

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from zerocore.planner.advice import Candidate, Workload, fits
 from zerocore.planner.communication import sent
 from zerocore.planner.holding import CATEGORIES, resident
-from zerocore.planner.recipe import RECIPES
+from zerocore.planner.recipe import recipes_of
 from zerocore.planner.schedule import rehearse
 
 SHARDS = ("nothing (DDP)", "optimizer state", "+ gradients", "+ parameters")
 
 
 def gigabytes(size: float) -> str:
-    """Decimal ones: 1e9 bytes."""
-    return f"{size / 1e9:,.3f}" if size < 1e9 else f"{size / 1e9:,.2f}"
+    """Decimal ones, 1e9 bytes, with three digits and more."""
+    return f"{size / 1e9:,.2f}" if size >= 1e9 else f"{size / 1e9:.{5 if size < 1e8 else 3}f}"
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -32,17 +32,22 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -
     return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
 
 
-def recipes(parameters: int, ranks: int, dtype: str) -> str:
-    """The ledger of each stage by formula: bytes per parameter, and GB of a rank."""
-    own = RECIPES[dtype]
+def recipes(parameters: int, shards: int, dtype: str, moments: int) -> str:
+    """The ledger of each stage by formula: bytes per parameter, and GB of a rank.
+
+    Args:
+        shards: ranks that share a copy.
+        moments: values that the optimizer keeps for each parameter.
+    """
+    own = recipes_of(dtype, moments)
     titles = ["stage", "shards", *(recipe.name for recipe in own)]
     rows = []
-    for stage, shards in enumerate(SHARDS):
+    for stage, what in enumerate(SHARDS):
         cells = []
         for recipe in own:
-            each = recipe.per_parameter(stage, ranks)
+            each = recipe.per_parameter(stage, shards)
             cells.append(f"{each:.2f} B  {gigabytes(each * parameters)} GB")
-        rows.append([str(stage), shards, *cells])
+        rows.append([str(stage), what, *cells])
     return table(titles, rows, left=2)
 
 
@@ -90,7 +95,7 @@ def communication(work: Workload, found: Sequence[Candidate]) -> str:
         schedule = rehearse(work.sizes, candidate.setting, calls_of(work))
         columns.append(sent(work.sizes, candidate.setting, schedule))
     kinds = list(dict.fromkeys(kind for column in columns for kind in column))
-    names = {"control": "agreements on the host"}
+    names = {"control": "control (agreements on the host)"}
     rows = [
         [names.get(kind, kind), *(f"{c[kind].bytes:,}" if kind in c else "0" for c in columns)]
         for kind in kinds

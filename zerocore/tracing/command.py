@@ -61,6 +61,13 @@ def _told(name: str, run: Callable[[], None]) -> int:
     except ValueError as error:
         print(f"zerocore trace {name}: {error}", file=sys.stderr)
         return 2
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        print(
+            f"zerocore trace {name}: FILES: expected whole traces of zerocore's, got a damaged "
+            f"one: {error!r}",
+            file=sys.stderr,
+        )
+        return 2
     except (OSError, ImportError) as error:
         print(f"zerocore trace {name}: {error}", file=sys.stderr)
         return 1
@@ -82,7 +89,7 @@ def _run_merge(options: argparse.Namespace) -> int:
             document = merge(traces)
             file.write(document)
         for rank, clock in document["zerocore"]["clocks"].items():
-            shift = f"clock shifted by {1e3 * clock['shift_seconds']:.3f} ms"
+            shift = f"times shifted by {1e3 * clock['shift_seconds']:.3f} ms"
             print(f"rank {rank}: {shift} ({clock['by']})")
         print(f"{out}: {len(traces)} of {traces[0].about['world']} ranks")
 
@@ -94,6 +101,11 @@ def _run_report(options: argparse.Namespace) -> int:
         files = options.files
         if len(files) == 1 and not files[0].exists():
             files = ranks_beside(files[0]) or files
+        if options.png is not None:
+            if options.png.suffix != ".png":
+                raise ValueError(f"--png: expected a name such as out.png, got {options.png}")
+            with TraceFile("--png", options.png):
+                pass  # it can be written
         traces, _ = aligned(read(files))
         print(report(traces, options.skip, options.peak_flops))
         if options.png is not None:

@@ -15,7 +15,7 @@ def file_of(path: Path, rank: int, world: int) -> Path:
         IsADirectoryError: if it is a folder's.
     """
     _require_file("zerocore.trace: path", path)
-    return path if world == 1 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+    return path if world == 1 else path.with_name(f"{path.stem}.rank{rank}{path.suffix or '.json'}")
 
 
 def ranks_beside(path: Path) -> list[Path]:
@@ -23,7 +23,7 @@ def ranks_beside(path: Path) -> list[Path]:
     found = {}
     for other in path.parent.glob("*.rank*"):
         begin, _, number = other.stem.rpartition(".rank")
-        if (begin, other.suffix) == (path.stem, path.suffix) and number.isdecimal():
+        if (begin, other.suffix) == (path.stem, path.suffix or ".json") and number.isdecimal():
             found[int(number)] = other
     return [found[rank] for rank in sorted(found)]
 

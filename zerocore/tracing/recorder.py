@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import platform
 import socket
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -48,8 +48,8 @@ def trace(
     and step.
 
     Lanes: steps; data (from the end of a step to the next forward, with all other code of the
-    loop); computations of units: forward, backward, and recompute (a unit called again in a
-    backward; checkpointing inside of a unit is part of its backward); what the host waits for;
+    loop); computations of units: forward, backward, and recompute (a unit, or a module in it,
+    called again in a backward by activation checkpointing); what the host waits for;
     gathers; reductions; optimizer; checkpoint (zerocore.save and load, without what they do in the
     background). A step is from the first forward after an optimizer step to the end of the next
     optimizer step. A counter has the bytes of windows (stage 3).
@@ -100,7 +100,8 @@ def trace(
 def _positive(name: str, value: float | None) -> float | None:
     if value is None:
         return None
-    if not isinstance(value, Real) or isinstance(value, bool) or not 0 < value < math.inf:
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if not number or not 0 < value <= sys.float_info.max:
         raise ValueError(f"zerocore.trace: {name}: expected a positive number, got {value!r}")
     return float(value)
 
@@ -201,6 +202,24 @@ class _Records:
         }
 
 
+def _recomputation_hooks(sharded: Sharded, unit: int, part: nn.Module) -> list[Any]:
+    """Log the forwards of a part of a unit that are inside of a backward."""
+    core = sharded.core
+
+    def before(*_: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            core.begin_span("recompute", unit)
+
+    def after(*_: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            core.end_span("recompute", unit)
+
+    return [
+        part.register_forward_pre_hook(before),
+        part.register_forward_hook(after, always_call=True),
+    ]
+
+
 def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
@@ -236,13 +255,21 @@ class _Recorder:
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
-        """Inside, records are taken around every forward and after every optimizer step."""
+        """Inside, records are taken around every forward and after every optimizer step.
+
+        The parts of units tell when they are called in a backward: where activation checkpointing
+        is inside of a unit, its own calls do not show it.
+        """
         handles = [register_optimizer_step_post_hook(lambda *_: self._drain())]
         for module in self._roots:
             handles += [
                 module.register_forward_pre_hook(lambda *_: self._drain()),
                 module.register_forward_hook(lambda *_: self._drain(), always_call=True),
             ]
+        for records in self._records:
+            for unit, modules in enumerate(records.sharded.modules[1:], start=1):
+                for part in {part for ref in modules for part in ref().children()}:
+                    handles += _recomputation_hooks(records.sharded, unit, part)
         try:
             yield
         finally:

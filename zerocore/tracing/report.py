@@ -104,8 +104,8 @@ def _facts(traces: Sequence[Trace], ranks: Sequence[RankSteps]) -> list[str]:
         # On the CPU a gather counts until the host asks for it.
         most = "" if traces[0].about["on_device"] else "at most "
         lines.append(
-            f"overlap: {most}{100 * overlap:.1f} % of {_ms(total)} ms of communication in a step "
-            f"is hidden, {_ms(exposed)} ms are exposed"
+            f"overlap: {most}{100 * overlap:.1f} % of the {_ms(total)} ms of a step in which a "
+            f"collective is under way are hidden; in {_ms(exposed)} ms the rank waits meanwhile"
         )
     straggler = straggler_of(ranks)
     if straggler is not None:
@@ -149,6 +149,8 @@ def _speed(
     if peak_flops is None:
         return [*lines, f"model FLOP/s of a rank: {rate:.4g}, {how}; --peak-flops tells what share"]
     share = f"{100 * rate / peak_flops:.2f} % of {peak_flops:.4g} FLOP/s"
+    if rate > peak_flops:
+        share += " (more than there is: is that --peak-flops of one rank?)"
     return [*lines, f"model FLOPs utilisation: {share}, {how}"]
 
 
