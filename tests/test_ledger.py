@@ -133,3 +133,58 @@ def test_errors(ranks):
     for (unsharded, category), _ in ranks(2, errors):
         assert "zerocore.ledger" in unsharded and "Linear" in unsharded
         assert "gradients" in category and "'grads'" in category
+
+
+OPTIMIZERS = {
+    "zerocore": zerocore.AdamW,
+    "torch": torch.optim.AdamW,
+    "amsgrad": lambda params: torch.optim.Adam(params, amsgrad=True),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+}
+
+
+def while_gathered(stage, name, precision):
+    """The ledgers between steps, and while all parameters are gathered."""
+    policy = precision and zerocore.MixedPrecision(precision, output=torch.float32)
+    model = sharded.shard("transformer", stage, mixed_precision=policy)
+    opt = OPTIMIZERS[name](model.parameters())
+    for number in range(2):
+        sharded.step(model, opt, "transformer", number)
+    before = zerocore.ledger(model, opt)
+    with zerocore.gathered(model):
+        inside = zerocore.ledger(model, opt)
+    shown = sum(zerocore.stats(model).units[name].padded for name in zerocore.stats(model).units)
+    return before, inside, zerocore.ledger(model, opt), 4 * shown
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, None), (2, LOW), (3, None), (3, LOW)])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_moments_and_gathered_parameters(ranks, stage, precision, name):
+    for before, inside, after, shown in ranks(2, while_gathered, stage, name, precision):
+        assert not before.differences and before.rows == after.rows
+        assert inside.bytes_of("moments") == before.bytes_of("moments")
+        assert inside.predicted == before.predicted
+        # At stage 0 there is nothing to gather; a master copy that is sharded is gathered in fp32.
+        gathered = 0 if stage == 0 else shown
+        assert inside.bytes_of("windows") == gathered
+        assert bool(inside.differences) == bool(gathered)
+
+
+def not_an_optimizer():
+    model = sharded.shard("transformer", 3)
+    opt = zerocore.AdamW(model.parameters())
+    found = []
+    for wrong in ([opt, opt], "adam"):
+        for call in (zerocore.ledger, zerocore.stats):
+            try:
+                call(model, wrong)
+            except ValueError as error:
+                found.append(str(error))
+    return found
+
+
+def test_what_is_no_optimizer_is_refused(ranks):
+    for found in ranks(2, not_an_optimizer):
+        assert len(found) == 4
+        assert all("expected one torch.optim.Optimizer or None" in text for text in found)

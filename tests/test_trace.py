@@ -12,6 +12,7 @@ import sharded
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zerocore
 from zerocore.tracing import breakdown, chrome
@@ -188,6 +189,49 @@ def test_a_checkpointed_block_is_recomputed(ranks, tmp_path, reentrant):
         (trace,) = chrome.traces_of(document)
         for step in breakdown.steps_of(trace, 0).steps:
             assert step.parts["recompute"] > 0
+
+
+class Inside(torch.nn.Module):
+    """Checkpoints what it computes in its own forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+
+    def forward(self, x):
+        return checkpoint(lambda x: self.down(self.up(x).relu()), x, use_reentrant=False)
+
+
+def recompute_inside(folder, reset):
+    model = torch.nn.Sequential(*(Inside() for _ in range(3)))
+    zerocore.shard(model, 3, units=[Inside])
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    if reset:
+        model[1].register_forward_hook(lambda *_: zerocore.stats(model).reset())
+    with zerocore.trace(folder / "out.json", model) as file:
+        for _ in range(3):
+            model(torch.ones(2, 8)).sum().backward()
+            opt.step()
+            opt.zero_grad()
+    return file
+
+
+def test_checkpointing_inside_of_a_unit(ranks, tmp_path):
+    for document in map(kept, ranks(2, recompute_inside, tmp_path, False)):
+        # Each of both layers, in each step; the unit's forward itself is done once.
+        expected = {str(i): 3 * 2 for i in range(3)}
+        assert Counter(s.name for s in spans_of(document, "recompute")) == expected
+        (trace,) = chrome.traces_of(document)
+        assert all(step.parts["recompute"] > 0 for step in breakdown.steps_of(trace, 0).steps)
+
+
+def test_windows_whose_records_are_lost(ranks, tmp_path):
+    whole = kept(ranks(2, recompute_inside, tmp_path, False)[0])
+    cut = kept(ranks(2, recompute_inside, tmp_path, True)[0])
+    (whole,), (cut,) = chrome.traces_of(whole), chrome.traces_of(cut)
+    most = max(level for _, level in whole.windows)
+    assert cut.about["lost_records"] > 0
+    assert max(level for _, level in cut.windows) <= most and cut.windows[-1][1] == 0
 
 
 def nested(folder):
@@ -388,7 +432,7 @@ def test_records_that_are_missing_end_nothing():
         ("forward", 50, 60),
     ]
     assert found.spans[0].args["failed"] and found.spans[1].args["unfinished"]
-    assert found.leases == [(1, 10), (52, -10)]
+    assert found.leases == [(1, 10), (30, -10)]
 
 
 def test_a_forward_begins_with_the_gather_of_the_root():

@@ -142,6 +142,9 @@ class Reader:
         self._open.clear()
         self._collectives.clear()
         self._finished.clear()
+        for unit in self._leased:
+            self.found.leases.append((moment.time, -self.model.window_bytes[unit]))
+        self._leased.clear()
 
     def _close(self, end: int, **args: bool) -> None:
         """Nothing that is open will end by itself."""

@@ -202,22 +202,33 @@ class _Records:
         }
 
 
-def _recomputation_hooks(sharded: Sharded, unit: int, part: nn.Module) -> list[Any]:
-    """Log the forwards of a part of a unit that are inside of a backward."""
-    core = sharded.core
+def _recomputation_hooks(sharded: Sharded, unit: int, modules: list[nn.Module]) -> list[Any]:
+    """Log the forwards of parts of a unit inside of a backward, if not of the unit as a whole."""
+    core, running = sharded.core, []
+
+    def alone() -> bool:
+        return not running and torch._C._current_graph_task_id() != -1
 
     def before(*_: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
+        if alone():
             core.begin_span("recompute", unit)
 
     def after(*_: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
+        if alone():
             core.end_span("recompute", unit)
 
-    return [
-        part.register_forward_pre_hook(before),
-        part.register_forward_hook(after, always_call=True),
-    ]
+    handles = []
+    for module in modules:
+        handles += [
+            module.register_forward_pre_hook(lambda *_: running.append(unit)),
+            module.register_forward_hook(lambda *_: running.clear(), always_call=True),
+        ]
+    for part in {part for module in modules for part in module.children()}:
+        handles += [
+            part.register_forward_pre_hook(before),
+            part.register_forward_hook(after, always_call=True),
+        ]
+    return handles
 
 
 def _nanoseconds(seconds: float) -> int:
@@ -268,8 +279,7 @@ class _Recorder:
             ]
         for records in self._records:
             for unit, modules in enumerate(records.sharded.modules[1:], start=1):
-                for part in {part for ref in modules for part in ref().children()}:
-                    handles += _recomputation_hooks(records.sharded, unit, part)
+                handles += _recomputation_hooks(records.sharded, unit, [ref() for ref in modules])
         try:
             yield
         finally:
