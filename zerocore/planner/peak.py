@@ -48,8 +48,9 @@ def peak_of(
 
     On the CPU the pools keep the memory of windows and messages for the next lease: it counts all
     the time. Elsewhere the device's allocator gets it back, and gradients that were cleared are
-    free until they are made again, and the messages are those of the newest reductions. CPU ranks
-    may have all reductions of a backward under way at once, if the network does not keep up.
+    free until they are made again, and two launches of reductions are under way at a time: one on
+    the network, and one that is packed ([Note: reductions behind] in csrc/runtime/backward.cpp).
+    CPU ranks may have all of a backward under way at once, if the network does not keep up.
 
     Args:
         activity: what the model was seen to do; None: activations are left out, and all that is
@@ -69,14 +70,16 @@ def peak_of(
     if keeps:
         most_messages = sum(messages.values())
     else:
-        most_messages = max((sum(messages[u] for u in units) for units in reductions), default=0)
+        pairs = zip([(), *reductions], reductions, strict=False)
+        most_messages = max((sum(messages[u] for u in (*a, *b)) for a, b in pairs), default=0)
     local = max(_local_bytes(sizes, setting, unit) for unit in range(len(sizes.units)))
     if activity is None:
         everything = sum(h.bytes for h in held)
         return Peak(-1, everything, schedule.windows_peak, most_messages, local)
     waiting = local * (merged - 1) // merged
     open_now = made = 0
-    sent: tuple[int, ...] = ()  # by the newest launch
+    sent: tuple[int, ...] = ()  # by the last two launches
+    newest: tuple[int, ...] = ()
     best = Peak(-1, 0, 0, 0, 0)
     for action in schedule.actions:
         if action.kind == "gather" and not stay:
@@ -84,7 +87,7 @@ def peak_of(
         elif action.kind == "release":
             open_now -= sum(window[unit] for unit in action.units)
         elif action.kind == "reduce":
-            sent = action.units
+            sent, newest = newest + action.units, action.units
             made += sum(_gradient_bytes(sizes, setting, unit) for unit in action.units)
         elif action.kind == "compute":
             now = Peak(
@@ -108,8 +111,6 @@ def message_bytes(sizes: ModelSizes, setting: Setting, unit: int) -> int:
             total += facts.shard * (setting.shards - 1) * width
             part = facts.shard // setting.replicas
             total += part * (setting.replicas - 1) * width
-        elif setting.shards > 1:
-            total += facts.shard * width
     return total
 
 
