@@ -86,31 +86,20 @@ def fake_copies(model: nn.Module, mode: FakeTensorMode, mixed: MixedPrecision | 
     return found
 
 
-def _contents(table: dict[str, Any] | set[Any]) -> Callable[[], None]:
-    """Gives a table of a module, and those in it, again what they have now."""
-    own = table.copy()
-    inside = isinstance(table, dict) and [
-        _contents(value) for value in own.values() if isinstance(value, dict | set)
-    ]
-
-    def restore() -> None:
-        table.clear()
-        table.update(own)
-        for each in inside or ():
-            each()
-
-    return restore
-
-
 @contextlib.contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """Afterwards modules have again what they had."""
-    restores = [_contents(vars(module)) for module in model.modules()]
+    """Afterwards modules, and the tables in them, have again what they had."""
+    tables: list[Any] = []
+    for module in model.modules():
+        inside = [value for value in vars(module).values() if isinstance(value, dict | set)]
+        tables += [vars(module), *inside]
+    before = [table.copy() for table in tables]
     try:
         yield
     finally:
-        for restore in restores:
-            restore()
+        for table, contents in zip(tables, before, strict=True):
+            table.clear()
+            table.update(contents)
 
 
 @contextlib.contextmanager
@@ -162,7 +151,7 @@ def trace_step(
         raise ValueError(
             "activations: expected a model that runs on tensors without values, got "
             f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}; "
-            "leave activations out, or write what looks at values for tensors without"
+            "leave activations out, or keep its forward from looking at values, as item() does"
         ) from error
     return watch.activity()
 
