@@ -172,3 +172,11 @@ def test_settings_that_cannot_be():
         Setting.of(3, 6, group=4)
     with pytest.raises(ValueError, match="shards: expected 1 at stage 0"):
         Setting(stage=0, shards=2)
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), "fast", None])
+def test_machines_that_cannot_be(wrong):
+    with pytest.raises(ValueError, match="flops: expected a positive number"):
+        Machine(wrong, 1.0, 1.0, ranks_per_node=2)
+    with pytest.raises(ValueError, match="ranks_per_node: expected a positive number"):
+        Machine(1.0, 1.0, 1.0, ranks_per_node=wrong)

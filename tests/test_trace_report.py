@@ -281,3 +281,27 @@ def test_percentiles():
     assert breakdown.percentile(values, 50) == 2.5
     assert breakdown.percentile(values, 99) == pytest.approx(3.97)
     assert breakdown.percentile([7.0], 99) == 7.0
+
+
+DAMAGES = {
+    "no world": lambda rank, events: rank.pop("world"),
+    "not on_device": lambda rank, events: rank.pop("on_device"),
+    "no models": lambda rank, events: rank["models"].clear(),
+    "words": lambda rank, events: rank.update(tokens="many"),
+    "no numbers": lambda rank, events: [e.get("args", {}).pop("number", None) for e in events],
+    "no data": lambda rank, events: events.__setitem__(
+        slice(None), [e for e in events if e.get("cat") != "data"]
+    ),
+    "no places": lambda rank, events: [e.get("args", {}).pop("place", None) for e in events],
+    "no number": lambda rank, events: events[-1].update(ts=float("nan")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_traces_are_told(folder, capsys, tmp_path, damage):
+    bad = tmp_path / "bad.json"
+    document = json.loads((folder / "out.rank1.json").read_text())
+    DAMAGES[damage](document["zerocore"]["ranks"][0], document["traceEvents"])
+    bad.write_text(json.dumps(document))
+    code, printed, text = run(capsys, "report", folder / "out.rank0.json", bad)
+    assert code == 2 and not printed and text.startswith("zerocore trace report: "), text

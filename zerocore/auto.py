@@ -93,7 +93,9 @@ def _bytes_on(model: nn.Module, device: torch.device) -> int:
 def free_bytes(device: torch.device) -> int:
     """Memory that can still be had: of a device, or of this host or container."""
     if device.type != "cpu":
-        return torch.get_device_module(device).mem_get_info()[0]
+        memory = torch.accelerator
+        kept = memory.memory_reserved(device) - memory.memory_allocated(device)
+        return torch.get_device_module(device).mem_get_info()[0] + kept
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     info = Path("/proc/meminfo")
     if info.exists():

@@ -37,7 +37,7 @@ def recommendation(work: Workload, chosen: Candidate | None, plain: Sequence[Can
     lines.append(f"In the script: zerocore.shard(model, {arguments(work, chosen)})")
     if chosen.setting.stage == 3 and chosen.merged > 1:
         lines.append(
-            f"with bucket_bytes so large that {chosen.merged} blocks are merged into a unit"
+            f"(automatic units, and bucket_bytes so large that {chosen.merged} blocks make one)"
         )
     return "\n".join(lines)
 
@@ -85,7 +85,7 @@ def arguments(work: Workload, chosen: Candidate) -> str:
     """Of `zerocore.shard`."""
     setting = chosen.setting
     words = [f"stage={setting.stage}"]
-    if work.units:
+    if work.units and chosen.merged == 1:
         words.append(f"units=[{', '.join(work.units)}]")
     if setting.mixed_precision is not None:
         wide = setting.mixed_precision.accumulate == torch.float32
