@@ -113,7 +113,7 @@ def test_peaks(ranks, kind, stage, precision):
         pytest.importorskip("transformers")
     for expected, got, messages in ranks(2, peaks, kind, stage, precision):
         # How many messages are under way at once depends on what else the machine does.
-        assert messages > 0.4 * expected.messages
+        assert 0 < messages <= expected.messages
         total = expected.bytes - expected.messages + messages
         assert abs(total / got - 1) < WITHIN, f"predicted {total:,}, measured {got:,}"
 
