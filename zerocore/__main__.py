@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zerocore import env
+from zerocore.numerals import count
 from zerocore.tracing import command as trace
 
 SECONDS = 2.0  # between two lines about progress
@@ -95,14 +96,6 @@ def _say(name: str, text: object) -> None:
     print(f"zerocore {name}: {text}", file=sys.stderr, flush=True)
 
 
-def _count(text: str) -> int:
-    """A whole number, perhaps written as 5e9."""
-    try:
-        return int(text) if text.isdecimal() else int(float(text))
-    except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"expected a number such as 5e9, got {text!r}") from None
-
-
 def run_diagnose(options: argparse.Namespace) -> int:
     """Prints where the ranks that logged to a folder part; 0 if they do not, 2 without logs."""
     from zerocore.diagnosis import first_divergence, is_well
@@ -157,7 +150,7 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
     _add_dtype(command)
     add("--optimizer", action="store_true", help="FILE.pt holds {'model': ..., 'optim': ...}")
     shard = "OUT is a folder, of files with at most N bytes of tensors (FOLDER/: 5e9)"
-    add("--shard-bytes", type=_count, metavar="N", help=shard)
+    add("--shard-bytes", type=count, metavar="N", help=shard)
     add("--force", action="store_true", help="replace OUT if it exists")
 
 

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerocore import _C, policy
+from zerocore import _C
 from zerocore.agreement import gather_objects
 from zerocore.groups import Ranks
 from zerocore.journal import Journal
 from zerocore.planner.advice import Workload, candidates, leaves_room
-from zerocore.planner.setting import Setting
+from zerocore.planner.live import setting_for
 from zerocore.planner.sizes import ModelSizes
 from zerocore.runtime import Options
 from zerocore.values import origin_of
@@ -42,16 +42,7 @@ def choose_stage(
     mine = socket.gethostname(), free_bytes(device), _bytes_on(model, device)
     everyone = gather_objects("zerocore.shard", host, journal, mine)
     least = min(_share(facts, everyone, device) for facts in everyone)
-    base = Setting(
-        stage=3,
-        shards=len(ranks.shard),
-        replicas=len(ranks.replicate),
-        mixed_precision=options.mixed_precision,
-        reshard_after_forward=options.reshard_after_forward,
-        prefetch=options.prefetch,
-        max_window_bytes=options.max_window_bytes,
-        launch_bytes=0 if device.type == "cpu" else policy.LAUNCH_BYTES,
-    )
+    base = setting_for(options, ranks, device)
     work = Workload(sizes, base, memory=least)
     found = candidates(work, search=False)
     chosen = next((candidate for candidate in found if leaves_room(work, candidate)), found[-1])

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from zerocore import policy
+from zerocore.numerals import count, positive
 from zerocore.planner import reasons, tables
 from zerocore.planner.activity import Activity, trace_step
 from zerocore.planner.advice import Workload, candidates, fits, recommend
@@ -30,7 +31,6 @@ from zerocore.policy import MixedPrecision
 from zerocore.units import plan_units
 
 MOMENTS = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
-MOST_PARAMETERS = 10**15
 BUSY = 1.2  # spread of times from which on a machine does something else meanwhile
 SHOWN = 4  # candidates in the table of times, beside the plain ones
 
@@ -42,22 +42,22 @@ def add(commands: argparse._SubParsersAction) -> None:
     command.set_defaults(run=run)
     _add_model(command.add_argument_group("the model").add_argument)
     add = command.add_argument_group("memory").add_argument
-    add("--memory", type=_positive, metavar="BYTES", help="that a rank has: which stages fit")
+    add("--memory", type=positive, metavar="BYTES", help="that a rank has: which stages fit")
     _add_machine(command.add_argument_group("the machine, for times and advice").add_argument)
 
 
 def _add_model(add: Callable[..., Any]) -> None:
-    add("--params", type=_count, metavar="N", help="a number of parameters, such as 7e9")
+    add("--params", type=count, metavar="N", help="a number of parameters, such as 7e9")
     add(
         "--model",
         metavar="PACKAGE:FACTORY",
         help="what builds it, for exact bytes: 'gpt:GPT(4, 128)'",
     )
     add("--units", nargs="+", metavar="CLASS", help="names of the classes of units (the blocks)")
-    add("--blocks", type=int, metavar="N", help="with --params: how many blocks it has")
+    add("--blocks", type=count, metavar="N", help="with --params: how many blocks it has")
     group = "ranks that share a copy (hybrid sharding); default: all"
-    add("--group", type=_at_least_one, metavar="N", help=group)
-    add("--world", type=_at_least_one, metavar="N", help="number of ranks")
+    add("--group", type=count, metavar="N", help=group)
+    add("--world", type=count, metavar="N", help="number of ranks")
     add("--dtype", choices=("bf16", "fp32"), default="bf16", help="of computation (%(default)s)")
     grads = "with bf16: dtype in which gradients are added up (%(default)s)"
     add("--accumulate", choices=("fp32", "bf16"), default="fp32", help=grads)
@@ -68,48 +68,22 @@ def _add_model(add: Callable[..., Any]) -> None:
 
 
 def _add_machine(add: Callable[..., Any]) -> None:
-    add("--flops", type=_positive, metavar="F", help="flop/s that a rank achieves")
-    add("--network", type=_positive, metavar="B", help="bytes/s that a node sends, one direction")
+    add("--flops", type=positive, metavar="F", help="flop/s that a rank achieves")
+    add("--network", type=positive, metavar="B", help="bytes/s that a node sends, one direction")
     inside = "bytes/s that a rank sends inside its node, one direction"
-    add("--intra", type=_positive, metavar="B", help=inside)
-    add("--gpus-per-node", type=_at_least_one, default=8, metavar="N", help="(%(default)s)")
+    add("--intra", type=positive, metavar="B", help=inside)
+    add("--gpus-per-node", type=count, default=8, metavar="N", help="(%(default)s)")
     add(
         "--latency",
-        type=_positive,
+        type=positive,
         default=9.6e-6,
         metavar="S",
         help="s of a step of a ring between nodes (%(default)s)",
     )
-    add("--tokens", type=_positive, metavar="N", help="of a rank in a step")
+    add("--tokens", type=positive, metavar="N", help="of a rank in a step")
     calibrate = "measures this machine for CPU ranks, and writes FILE"
     add("--calibrate", type=Path, metavar="FILE", help=calibrate)
     add("--machine", type=Path, metavar="FILE", help="what --calibrate wrote")
-
-
-def _count(text: str) -> int:
-    try:
-        value = int(text) if text.isdecimal() else int(float(text))
-    except (ValueError, OverflowError):
-        value = 0
-    if not 1 <= value <= MOST_PARAMETERS:
-        raise argparse.ArgumentTypeError(f"expected a number such as 7e9, got {text!r}")
-    return value
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
-    return value
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ import torch
 from zerocore.planner.sizes import FlatSize, ModelSizes, UnitSize
 
 WIDTH_PER_BLOCK = 128  # GPT-3 has 12288 / 96, and loss hardly depends on it (see `gpt_of`)
+MOST_BLOCKS = 2000  # they are looked at one by one
 
 
 def gpt_of(parameters: int, blocks: int | None = None) -> ModelSizes:
@@ -20,7 +21,7 @@ def gpt_of(parameters: int, blocks: int | None = None) -> ModelSizes:
         blocks: their number; None: by that ratio.
 
     Raises:
-        ValueError: for less than one parameter in a block.
+        ValueError: for less than one parameter in a block, or more than MOST_BLOCKS.
     """
     if blocks is None:
         blocks = max(1, round((parameters / (12 * WIDTH_PER_BLOCK**2)) ** (1 / 3)))
@@ -29,6 +30,8 @@ def gpt_of(parameters: int, blocks: int | None = None) -> ModelSizes:
             f"--params: expected at least one parameter for each of {blocks} blocks, got "
             f"{parameters}"
         )
+    if blocks > MOST_BLOCKS:
+        raise ValueError(f"--params: expected at most {MOST_BLOCKS} blocks, got {blocks}")
     share, more = divmod(parameters, blocks)
     units = [UnitSize("", ())]
     for i in range(blocks):

@@ -13,7 +13,8 @@ from zerocore.planner.schedule import rehearse
 from zerocore.planner.setting import FlatFacts, Setting
 
 if TYPE_CHECKING:
-    from zerocore.runtime import Sharded
+    from zerocore.groups import Ranks
+    from zerocore.runtime import Options, Sharded
 
 # Tensors as large as the parameter that torch.optim's optimizers keep, without their options.
 _STATES = {
@@ -31,9 +32,8 @@ _STATES = {
 }
 
 
-def setting_of(sharded: Sharded) -> Setting:
-    """The options and ranks of a `zerocore.shard` call."""
-    options, ranks = sharded.options, sharded.groups.ranks
+def setting_for(options: Options, ranks: Ranks, device: torch.device) -> Setting:
+    """That of the options of a `zerocore.shard` call."""
     return Setting(
         stage=options.stage,
         shards=len(ranks.shard),
@@ -42,8 +42,13 @@ def setting_of(sharded: Sharded) -> Setting:
         reshard_after_forward=options.reshard_after_forward,
         prefetch=options.prefetch,
         max_window_bytes=options.max_window_bytes,
-        launch_bytes=0 if sharded.device.type == "cpu" else policy.LAUNCH_BYTES,
+        launch_bytes=0 if device.type == "cpu" else policy.LAUNCH_BYTES,
     )
+
+
+def setting_of(sharded: Sharded) -> Setting:
+    """That of a model that is sharded."""
+    return setting_for(sharded.options, sharded.groups.ranks, sharded.device)
 
 
 def predicted(

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from zerocore.numerals import positive, whole
 from zerocore.tracing.files import TraceFile, ranks_beside
 from zerocore.tracing.merging import aligned, merge, read
 from zerocore.tracing.report import report
@@ -32,26 +33,10 @@ def add(commands: argparse._SubParsersAction) -> None:
     add = action.add_argument
     add("files", nargs="+", type=Path, metavar="FILES", help=f"{files}, or a merged file")
     peak = "floating-point operations a second that one rank's device can do, such as 989e12"
-    add("--peak-flops", type=_positive, metavar="F", help=peak)
+    add("--peak-flops", type=positive, metavar="F", help=peak)
     skip = "steps left out at the beginning (1: the first one makes buffers)"
-    add("--skip", type=_whole, default=1, metavar="N", help=skip)
+    add("--skip", type=whole, default=1, metavar="N", help=skip)
     add("--png", type=Path, metavar="OUT", help="draw a step's windows and timeline too")
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a positive number such as 1e15, got {text!r}")
-    return value
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a number such as 0 or 1, got {text!r}")
-    return int(text)
 
 
 def _told(name: str, run: Callable[[], None]) -> int:
