@@ -263,6 +263,24 @@ void bind_rehearsal(py::module_& m) {
       .def_property_readonly("peak", &Rehearsal::peak);
 }
 
+// The transport of CPU ranks without a model, for the calibration of plans.
+void bind_transport(py::module_& m) {
+  const auto make = [](const std::string& group) {
+    Streams& streams = Streams::of(c10::Device(c10::kCPU));
+    GroupNames names;
+    names.shard = group;
+    auto buffers = std::make_shared<DevicePool>(streams, std::nullopt, /*budget=*/0);
+    return std::shared_ptr<Transport>(
+        make_pairwise_transport(names, std::move(buffers), std::make_shared<Log>()));
+  };
+  py::class_<Transport, std::shared_ptr<Transport>>(m, "PairwiseTransport")
+      .def(py::init(make), py::arg("group"), py::call_guard<py::gil_scoped_release>())
+      .def("all_gather", torch::wrap_pybind_function_no_gil(
+                             [](Transport& self, const at::Tensor& window) {
+                               self.all_gather(window, /*channel=*/0)->drain();
+                             }));
+}
+
 // For the tests that show each wait between streams to be needed.
 void bind_waits(py::module_& m) {
   py::dict waits;
@@ -297,5 +315,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   zerocore::bind_runtime(m);
   zerocore::bind_memory(m);
   zerocore::bind_rehearsal(m);
+  zerocore::bind_transport(m);
   zerocore::bind_waits(m);
 }

@@ -30,7 +30,7 @@ def pack_(
         scale: multiplied in float32, or in float64 if the input or `out` is. 1 into the same dtype
             copies the bytes.
     """
-    torch.ops.zerocore.pack_(out, inputs, offsets, scale)
+    torch.ops.zerocore.pack_.default(out, inputs, offsets, scale)
 
 
 def fused_adamw_(
@@ -69,7 +69,7 @@ def fused_adamw_(
     Raises:
         ValueError: if a shape, dtype, device or length is not the one above.
     """
-    torch.ops.zerocore.fused_adamw_(
+    torch.ops.zerocore.fused_adamw_.default(
         param, grad, exp_avg, exp_avg_sq, low_precision, ranges, hyper, steps, grad_scale, found_inf
     )
 
@@ -80,7 +80,7 @@ def sumsq(x: Tensor) -> Tensor:
     Returns:
         float64 [2] on x's device: the sum, and 1.0 if any element is infinite or NaN, else 0.0.
     """
-    return torch.ops.zerocore.sumsq(x)
+    return torch.ops.zerocore.sumsq.default(x)
 
 
 def sum_shards_(out: Tensor, shards: Sequence[Tensor], accumulate: bool = False) -> None:
@@ -94,7 +94,7 @@ def sum_shards_(out: Tensor, shards: Sequence[Tensor], accumulate: bool = False)
         shards: at least one; contiguous, of out's size, of one dtype that can be cast to out's.
         accumulate: add to `out` instead of replacing it.
     """
-    torch.ops.zerocore.sum_shards_(out, shards, accumulate)
+    torch.ops.zerocore.sum_shards_.default(out, shards, accumulate)
 
 
 @torch.library.register_fake("zerocore::pack_")

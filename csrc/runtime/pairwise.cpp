@@ -7,48 +7,31 @@
 #include <future>
 #include <limits>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 
 #include "ops/ops.h"
+#include "runtime/exchange.h"
 #include "runtime/transport.h"
 #include "runtime/worker.h"
 
 namespace zerocore {
 namespace {
 
-using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
-using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
-
-void wait_all(Works& works) {
-  for (auto& work : works) work->wait();
-  works.clear();
-}
-
-// Messages of one collective between this rank and each of its peers.
-struct Exchange {
-  Works received;
-  Works sent;
-};
+using PeersPtr = std::shared_ptr<const Peers>;
+using ExchangePtr = std::shared_ptr<Exchange>;
 
 class ExchangePending : public Pending {
  public:
-  ExchangePending(std::future<Exchange> posted, at::Tensor buffer)
-      : posted_(std::move(posted)), buffer_(std::move(buffer)) {}
-  void wait() override {
-    if (posted_.valid()) exchange_ = posted_.get();
-    wait_all(exchange_.received);
-  }
+  ExchangePending(ExchangePtr exchange, at::Tensor buffer)
+      : exchange_(std::move(exchange)), buffer_(std::move(buffer)) {}
+  void wait() override { exchange_->receive(); }
   void drain() override {
-    wait();
-    wait_all(exchange_.sent);
+    exchange_->drain();
     buffer_ = at::Tensor();
   }
 
  private:
-  std::future<Exchange> posted_;
-  Exchange exchange_;
+  ExchangePtr exchange_;
   at::Tensor buffer_;  // alive until the messages are through
 };
 
@@ -80,15 +63,15 @@ struct Channel {
   int number;
   int generation;
 
-  int tag(Purpose purpose) const {
-    const int64_t tag =
-        (int64_t{number} * static_cast<int>(Purpose::count) + static_cast<int>(purpose)) *
-            kGenerations +
-        generation;
-    TORCH_CHECK(tag <= std::numeric_limits<int>::max(),
+  Tags tags(Purpose purpose) const {
+    const int64_t kind =
+        int64_t{number} * static_cast<int>(Purpose::count) + static_cast<int>(purpose);
+    const int64_t data = 2 * kind * kGenerations + generation;
+    const int64_t read = data + kGenerations;
+    TORCH_CHECK(read <= std::numeric_limits<int>::max(),
                 "zerocore: expected fewer sharded models in one process group, got no number left ",
                 "for messages; make a new process group");
-    return static_cast<int>(tag);
+    return {static_cast<int>(data), static_cast<int>(read)};
   }
 };
 
@@ -97,54 +80,18 @@ at::Tensor slot(const at::Tensor& buffer, int slots, int index) {
   return buffer.narrow(0, index * size, size);
 }
 
-// Posts one message to and one from each peer; `to(peer)` and `from(peer)` give the buffers.
-// Receives first, so that no message waits for its place; peers in a different order on each rank,
-// so that they do not all talk to the same one.
-template <class To, class From>
-Exchange exchange(const GroupPtr& group, int tag, const To& to, const From& from) {
-  const int size = group->getSize();
-  const int rank = group->getRank();
-  Exchange messages;
-  for (int step = 1; step < size; ++step) {
-    const int peer = (rank + size - step) % size;
-    std::vector<at::Tensor> buffer{from(peer)};
-    messages.received.push_back(group->recv(buffer, peer, tag));
-  }
-  for (int step = 1; step < size; ++step) {
-    const int peer = (rank + step) % size;
-    std::vector<at::Tensor> buffer{to(peer)};
-    messages.sent.push_back(group->send(buffer, peer, tag));
-  }
-  return messages;
-}
-
-// [Note: posting] Messages are posted by a thread of their own. Posting writes the first part of a
-// message into the socket, which is work that the thread of autograd need not wait for. And c10d
-// remembers thousands of recent messages in small blocks of memory: on the thread that computes,
-// the C library would place these between the large blocks of activations, and the process would
-// grow for as long as it runs (by several times the model, as measured with glibc).
-std::future<Exchange> post(Worker& poster, std::function<Exchange()> start) {
-  auto task = std::make_shared<std::packaged_task<Exchange()>>(std::move(start));
-  std::future<Exchange> posted = task->get_future();
-  poster.post([task] {
-    c10::InferenceMode normal(false);
-    (*task)();
-  });
-  return posted;
-}
-
 // Every rank sends each other one its slot of `buffer`, and receives the others' version of its
 // own: in the order of ranks, own one included.
 struct Scatter {
-  std::future<Exchange> messages;
+  ExchangePtr messages;
   std::vector<at::Tensor> versions;
   at::Tensor own;
 };
 
-Scatter scatter(Worker& poster, const GroupPtr& group, int tag, const at::Tensor& buffer,
-                const std::shared_ptr<DevicePool>& buffers) {
-  const int size = group->getSize();
-  const int rank = group->getRank();
+Scatter scatter(const std::shared_ptr<Worker>& poster, const PeersPtr& peers, Tags tags,
+                const at::Tensor& buffer, const std::shared_ptr<DevicePool>& buffers) {
+  const int size = peers->size();
+  const int rank = peers->rank();
   const int64_t numel = buffer.numel() / size;
   Scatter result;
   const at::Tensor received = DevicePool::empty(buffers, numel * (size - 1), buffer.scalar_type(),
@@ -154,24 +101,24 @@ Scatter scatter(Worker& poster, const GroupPtr& group, int tag, const at::Tensor
                                            : slot(received, size - 1, peer - (peer > rank)));
   }
   result.own = result.versions[rank];
-  result.messages = post(poster, [group, tag, buffer, size, versions = result.versions] {
-    return exchange(
-        group, tag, [&](int peer) { return slot(buffer, size, peer); },
-        [&](int peer) { return versions[peer]; });
-  });
+  result.messages = std::make_shared<Exchange>(
+      poster, peers, tags, [buffer, size](int peer) { return slot(buffer, size, peer); },
+      [versions = result.versions](int peer) { return versions[peer]; });
   return result;
 }
 
-std::future<Exchange> gather(Worker& poster, const GroupPtr& group, int tag,
-                             const at::Tensor& buffer) {
-  return post(poster, [group, tag, buffer] {
-    const int size = group->getSize();
-    const int rank = group->getRank();
-    return exchange(
-        group, tag, [&](int) { return slot(buffer, size, rank); },
-        [&](int peer) { return slot(buffer, size, peer); });
-  });
+ExchangePtr gather(const std::shared_ptr<Worker>& poster, const PeersPtr& peers, Tags tags,
+                   const at::Tensor& buffer) {
+  const int size = peers->size();
+  const int rank = peers->rank();
+  return std::make_shared<Exchange>(
+      poster, peers, tags, [=](int) { return slot(buffer, size, rank); },
+      [=](int peer) { return slot(buffer, size, peer); });
 }
+
+// Threads that receive gathers, so that windows arrive while the rank computes. Ranks may gather in
+// different orders: one that waits for a peer holds up no other.
+constexpr int kReceivers = 16;
 
 class PairwiseTransport : public Transport {
  public:
@@ -182,13 +129,13 @@ class PairwiseTransport : public Transport {
         buffers_(std::move(buffers)),
         log_(std::move(log)) {
     if (!names.shard.empty()) {
-      shard_group_ = c10d::resolve_process_group(names.shard);
-      shards_ = shard_group_->getSize();
-      shard_rank_ = shard_group_->getRank();
+      shard_peers_ = std::make_shared<Peers>(c10d::resolve_process_group(names.shard));
+      shards_ = shard_peers_->size();
+      shard_rank_ = shard_peers_->rank();
     }
     if (!names.replicate.empty()) {
-      replicate_group_ = c10d::resolve_process_group(names.replicate);
-      replicas_ = replicate_group_->getSize();
+      replicate_peers_ = std::make_shared<Peers>(c10d::resolve_process_group(names.replicate));
+      replicas_ = replicate_peers_->size();
     }
   }
 
@@ -205,13 +152,23 @@ class PairwiseTransport : public Transport {
   std::unique_ptr<Pending> all_gather(const at::Tensor& window, int channel) override {
     if (shards_ == 1) return std::make_unique<Done>();
     count("all_gather", window, window.numel() / shards_ * (shards_ - 1));
-    return std::make_unique<ExchangePending>(
-        gather(*poster_, shard_group_, shards(channel).tag(Purpose::gather), window), window);
+    ExchangePtr exchange =
+        gather(poster_, shard_peers_, shards(channel).tags(Purpose::gather), window);
+    if (shard_peers_->reads_any(static_cast<int64_t>(window.nbytes()) / shards_)) {
+      receivers_.post([exchange] {
+        try {
+          exchange->receive();
+        } catch (const std::exception&) {
+          // It is thrown again where somebody waits.
+        }
+      });
+    }
+    return std::make_unique<ExchangePending>(std::move(exchange), window);
   }
 
   std::unique_ptr<Pending> reduce(const at::Tensor& packed, const at::Tensor& partial,
                                   const at::Tensor& out, bool accumulate, int channel) override {
-    return start_reduce(packed, replicate_group_, partial, out, accumulate, channel);
+    return start_reduce(packed, replicate_peers_, partial, out, accumulate, channel);
   }
 
   std::unique_ptr<Pending> reduce_scatter(const at::Tensor& packed, const at::Tensor& out,
@@ -234,22 +191,22 @@ class PairwiseTransport : public Transport {
   void broadcast(const at::Tensor& buffer) override {
     // As bytes: any dtype travels, exactly.
     std::vector<at::Tensor> bytes{buffer.view(at::kByte)};
-    for (const GroupPtr& group : {replicate_group_, shard_group_}) {
-      if (!group || buffer.numel() == 0) continue;
+    for (const PeersPtr& peers : {replicate_peers_, shard_peers_}) {
+      if (!peers || buffer.numel() == 0) continue;
       count("broadcast", buffer, buffer.numel());
-      group->broadcast(bytes)->wait();
+      peers->group()->broadcast(bytes)->wait();
     }
   }
 
  private:
-  std::unique_ptr<Pending> start_reduce(const at::Tensor& packed, const GroupPtr& replicas,
+  std::unique_ptr<Pending> start_reduce(const at::Tensor& packed, const PeersPtr& replicas,
                                         const at::Tensor& partial, const at::Tensor& out,
                                         bool accumulate, int channel) {
     Scatter first;
     if (shards_ > 1) {
       count("reduce_scatter", packed, packed.numel() / shards_ * (shards_ - 1));
       first =
-          scatter(*poster_, shard_group_, shards(channel).tag(Purpose::scatter), packed, buffers_);
+          scatter(poster_, shard_peers_, shards(channel).tags(Purpose::scatter), packed, buffers_);
     } else {
       first.versions = {packed};
       first.own = packed;
@@ -262,8 +219,8 @@ class PairwiseTransport : public Transport {
          replicate_channel = Channel{replicate_channel_ + channel, generation_}]() mutable {
           c10::InferenceMode normal(false);
           at::NoGradGuard no_grad;
-          finish_reduce(*poster, replicas, buffers, *log, std::move(first), partial, out,
-                        accumulate, replicate_channel);
+          finish_reduce(poster, replicas, buffers, *log, std::move(first), partial, out, accumulate,
+                        replicate_channel);
           log->add({"finish", "reduce", "backward", unit, packed.numel()});
         });
     auto pending = std::make_unique<FuturePending>(task->get_future());
@@ -280,15 +237,14 @@ class PairwiseTransport : public Transport {
     count(*log_, kind, buffer, elements);
   }
 
-  static void finish_reduce(Worker& poster, const GroupPtr& replicas,
+  static void finish_reduce(const std::shared_ptr<Worker>& poster, const PeersPtr& replicas,
                             const std::shared_ptr<DevicePool>& buffers, Log& log, Scatter first,
                             at::Tensor partial, at::Tensor out, bool accumulate, Channel channel) {
-    Exchange messages = first.messages.valid() ? first.messages.get() : Exchange{};
-    wait_all(messages.received);
+    if (first.messages) first.messages->receive();
     if (!replicas) {
       TORCH_INTERNAL_ASSERT(!partial.defined(), "no sum over replicas to wait for");
       ops::sum_shards_(out, first.versions, accumulate);
-      wait_all(messages.sent);
+      if (first.messages) first.messages->drain();
       return;
     }
     // The own slot of `packed` is nobody's message: the sum may take its place.
@@ -299,32 +255,33 @@ class PairwiseTransport : public Transport {
     } else if (first.versions.size() > 1) {
       ops::sum_shards_(sum, first.versions, /*accumulate=*/false);
     }
-    const int size = replicas->getSize();
+    const int size = replicas->size();
     count(log, "all_reduce", sum, 2 * (sum.numel() / size) * (size - 1));
-    Scatter second = scatter(poster, replicas, channel.tag(Purpose::replica_scatter), sum, buffers);
-    Exchange versions = second.messages.get();
-    wait_all(versions.received);
-    at::Tensor part = slot(sum, size, replicas->getRank());
+    Scatter second =
+        scatter(poster, replicas, channel.tags(Purpose::replica_scatter), sum, buffers);
+    second.messages->receive();
+    at::Tensor part = slot(sum, size, replicas->rank());
     ops::sum_shards_(part, second.versions, false);
     // What arrives next takes the place of what was sent.
-    wait_all(versions.sent);
-    Exchange parts = gather(poster, replicas, channel.tag(Purpose::replica_gather), sum).get();
-    wait_all(parts.received);
+    second.messages->drain();
+    const ExchangePtr parts = gather(poster, replicas, channel.tags(Purpose::replica_gather), sum);
+    parts->receive();
     ops::sum_shards_(out, {sum}, accumulate);
-    wait_all(parts.sent);
-    wait_all(messages.sent);
+    parts->drain();
+    if (first.messages) first.messages->drain();
   }
 
   const int shard_channel_;
   const int replicate_channel_;
   int generation_ = 0;
-  std::vector<int> units_;  // by channel
-  GroupPtr shard_group_;
-  GroupPtr replicate_group_;
+  std::vector<int> units_;    // by channel
+  PeersPtr shard_peers_;      // null: a group of one rank
+  PeersPtr replicate_peers_;  // the same
   std::shared_ptr<DevicePool> buffers_;
   std::shared_ptr<Log> log_;
   const std::shared_ptr<Worker> poster_ = std::make_shared<Worker>();
   Worker finisher_;
+  Worker receivers_{kReceivers};
 };
 
 }  // namespace

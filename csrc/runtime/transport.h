@@ -1,5 +1,5 @@
-// Moves flat buffers between ranks. Only this and its implementations (pairwise.cpp, native.cpp,
-// control.cpp) call c10d.
+// Moves flat buffers between ranks. Only this and its implementations (exchange.cpp, pairwise.cpp,
+// native.cpp, control.cpp) call c10d.
 #pragma once
 
 #include <ATen/core/Tensor.h>

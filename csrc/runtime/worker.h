@@ -1,21 +1,24 @@
-// A thread that runs tasks in order. Anybody may post one.
+// Threads that run tasks: one in order, or several at once. Anybody may post one.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 namespace zerocore {
 
-// The thread starts with the first task. Destruction waits for the tasks that can still end; one
-// that is stuck in a collective whose peers are gone must not hold up the end of the process, so
-// with tasks left the thread is left to itself (it owns all it touches).
+// A thread starts with a task that finds no idle one, up to `threads`. Destruction waits for the
+// tasks that can still end; one that is stuck in a collective whose peers are gone must not hold up
+// the end of the process, so with tasks left the threads are left to themselves (they own all they
+// touch).
 class Worker {
  public:
-  Worker() : queue_(std::make_shared<Queue>()) {}
+  explicit Worker(size_t threads = 1) : most_(threads), queue_(std::make_shared<Queue>()) {}
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
@@ -24,14 +27,15 @@ class Worker {
     {
       std::lock_guard<std::mutex> lock(queue_->mutex);
       queue_->stopped = true;
-      busy = queue_->busy || !queue_->tasks.empty();
+      busy = queue_->busy > 0 || !queue_->tasks.empty();
     }
     queue_->changed.notify_all();
-    if (!thread_.joinable()) return;
-    if (busy) {
-      thread_.detach();
-    } else {
-      thread_.join();
+    for (std::thread& thread : threads_) {
+      if (busy) {
+        thread.detach();
+      } else {
+        thread.join();
+      }
     }
   }
 
@@ -39,7 +43,10 @@ class Worker {
     {
       std::lock_guard<std::mutex> lock(queue_->mutex);
       queue_->tasks.push_back(std::move(task));
-      if (!thread_.joinable()) thread_ = std::thread([queue = queue_] { queue->run(); });
+      const size_t wanted = queue_->busy + queue_->tasks.size();
+      if (threads_.size() < std::min(wanted, most_)) {
+        threads_.emplace_back([queue = queue_] { queue->run(); });
+      }
     }
     queue_->changed.notify_one();
   }
@@ -49,7 +56,7 @@ class Worker {
     std::mutex mutex;
     std::condition_variable changed;
     std::deque<std::function<void()>> tasks;
-    bool busy = false;
+    size_t busy = 0;  // threads with a task
     bool stopped = false;
 
     void run() {
@@ -59,18 +66,19 @@ class Worker {
         if (tasks.empty()) return;
         std::function<void()> task = std::move(tasks.front());
         tasks.pop_front();
-        busy = true;
+        ++busy;
         lock.unlock();
         task();
-        task = nullptr;  // what it holds goes before the worker counts as idle
+        task = nullptr;  // what it holds goes before the thread counts as idle
         lock.lock();
-        busy = false;
+        --busy;
       }
     }
   };
 
+  const size_t most_;
   std::shared_ptr<Queue> queue_;
-  std::thread thread_;
+  std::vector<std::thread> threads_;
 };
 
 }  // namespace zerocore

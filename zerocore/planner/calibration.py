@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zerocore import _C
 from zerocore.planner.activity import trace_step
 from zerocore.planner.machine import Machine
 from zerocore.units import plan_units
@@ -52,7 +53,7 @@ def seconds_of(works: Sequence[Callable[[], object]], repeats: int = REPEATS) ->
 
 
 def measure_machine(dtype: torch.dtype = torch.float32) -> Rates:
-    """Rates of one thread of this machine, and of messages between two ranks over gloo.
+    """Rates of one thread of this machine, and of messages between two of its ranks.
 
     Takes some seconds; run it while nothing else does. `ranks_per_node` of the result is 2.
 
@@ -82,7 +83,7 @@ def _rank(rank: int, store: str, dtype: torch.dtype, results: object) -> None:
     dist.init_process_group("gloo", f"file://{store}", timedelta(60), 2, rank)
     # Both compute at the same time, as ranks do.
     flops, others, memory, operation, spread = _compute_rates(dtype)
-    latency, rate = _message_rates(1 - rank)
+    latency, rate = _message_rates()
     if rank == 0:
         machine = Machine(
             flops=flops,
@@ -146,18 +147,15 @@ def _layers(dtype: torch.dtype) -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def _message_rates(peer: int) -> tuple[float, float]:
+def _message_rates() -> tuple[float, float]:
     """Seconds of a small message, and bytes/s of large ones, both ranks sending at once."""
+    group = dist.group.WORLD
+    assert group is not None
+    transport = _C.PairwiseTransport(group.group_name)
 
     def exchange(size: int) -> Callable[[], None]:
-        sent, received = torch.ones(size), torch.ones(size)
-
-        def work() -> None:
-            works = [dist.irecv(received, peer), dist.isend(sent, peer)]
-            for each in works:
-                each.wait()
-
-        return work
+        window = torch.ones(2 * size)
+        return lambda: transport.all_gather(window)
 
     dist.barrier()
     times = seconds_of([exchange(SMALL), exchange(LARGE)], MESSAGES)
