@@ -4,9 +4,8 @@
 
 Units of a few Linear(8, 8), so that nearly all time is the host's, in one process that is rank 0
 of a fake process group (see fake.py): collectives return at once. What a system adds is the time of
-its forward and backward less that of the same modules as they are, all in turns. On the CPU,
-zerocore's collectives are messages between pairs of ranks: 2 (N - 1) calls for each, which are in
-these times.
+its forward and backward less that of the same modules as they are, all in turns. For the growth
+with the number of ranks, the units are such that no padding grows with it.
 """
 
 from __future__ import annotations
@@ -128,11 +127,11 @@ def growth_with_parameters(counts: list[int], repeats: int) -> list[Row]:
 
 def serve(size: int, pipe: Connection) -> None:
     """A process in a group of `size`: gives the seconds of what it is asked for, until "end"."""
-    fake.start(size)
+    fake.start(size, silent=True)
     gc.freeze()
     runs = {
-        "zerocore": step_of(of_zerocore(Model())),
-        "FSDP2": step_of(of_fsdp2(Model())),
+        "zerocore": step_of(of_zerocore(Model(even=True))),
+        "FSDP2": step_of(of_fsdp2(Model(even=True))),
     }
     pipe.send("ready")
     while (name := pipe.recv()) != "end":
@@ -172,7 +171,7 @@ def growth_with_ranks(sizes: tuple[int, ...], repeats: int) -> list[Row]:
             ratio = pairs(seconds[f"{name} {size}"], seconds[f"{name} {first}"], lambda a, b: a / b)
             detail = f"{ms(seconds[f'{name} {size}'])}, {ms(seconds[f'{name} {first}'])}"
             wanted = 1.05 if (name, size) == ("zerocore", 1024) else None
-            text = f"{name}, forward + backward, {UNITS} units x {PARAMS} parameters: "
+            text = f"{name}, forward + backward, {UNITS} even units x {PARAMS} parameters: "
             text += f"group of {size} / of {first}"
             rows.append(Row(text, ratio, "x", wanted, detail=detail))
     return rows

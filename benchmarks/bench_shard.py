@@ -122,8 +122,7 @@ def shard(case: Case, model: Model) -> None:
             fully_shard(block)
         fully_shard(model)
         return
-    call = zerocore.shard if case.gloo else fake.shard
-    call(model, case.stage, units=[Block], init=case.init)
+    zerocore.shard(model, case.stage, units=[Block], init=case.init)
 
 
 def seconds_of_a_pass(case: Case, model: Model) -> float:

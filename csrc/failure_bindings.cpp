@@ -58,7 +58,8 @@ void bind_failures(py::module_& m) {
       .value("sum", Topic::sum)
       .value("maximum", Topic::maximum);
   py::class_<Control, std::shared_ptr<Control>>(m, "Control")
-      .def(py::init<const std::string&, int>(), py::arg("group"), py::arg("number"))
+      .def(py::init<const std::string&, int, bool>(), py::arg("group"), py::arg("number"),
+           py::arg("fake"))
       .def("gather", torch::wrap_pybind_function_no_gil(
                          [](Control& self, Topic topic, const at::Tensor& values) {
                            return self.gather(topic, values);

@@ -33,7 +33,7 @@ std::shared_ptr<Runtime> make_runtime(
     const std::string& shard_group, const std::string& replicate_group,
     const std::string& reduce_shard_group, const std::string& reduce_replicate_group,
     std::shared_ptr<Control> control, std::shared_ptr<Log> log, std::shared_ptr<Fault> fault,
-    int shard_channel, int replicate_channel, at::Device device, bool persistent,
+    int shard_channel, int replicate_channel, at::Device device, bool pairwise, bool persistent,
     bool reshard_after_forward, int prefetch, int64_t max_window_bytes, bool register_windows,
     int64_t launch_bytes, Dtype compute_dtype, Dtype reduce_dtype, Dtype accumulate_dtype,
     Dtype master_dtype) {
@@ -44,6 +44,7 @@ std::shared_ptr<Runtime> make_runtime(
   options.log = std::move(log);
   options.fault = std::move(fault);
   options.device = device;
+  options.pairwise = pairwise;
   options.persistent = persistent;
   options.reshard_after_forward = reshard_after_forward;
   options.prefetch = prefetch;
@@ -102,10 +103,11 @@ void bind_runtime(py::module_& m) {
            py::arg("replicate_group"), py::arg("reduce_shard_group"),
            py::arg("reduce_replicate_group"), py::arg("control").none(false),
            py::arg("log").none(false), py::arg("fault").none(false), py::arg("shard_channel"),
-           py::arg("replicate_channel"), py::arg("device"), py::arg("persistent"),
-           py::arg("reshard_after_forward"), py::arg("prefetch"), py::arg("max_window_bytes"),
-           py::arg("register_windows"), py::arg("launch_bytes"), py::arg("compute_dtype"),
-           py::arg("reduce_dtype"), py::arg("accumulate_dtype"), py::arg("master_dtype"))
+           py::arg("replicate_channel"), py::arg("device"), py::arg("pairwise"),
+           py::arg("persistent"), py::arg("reshard_after_forward"), py::arg("prefetch"),
+           py::arg("max_window_bytes"), py::arg("register_windows"), py::arg("launch_bytes"),
+           py::arg("compute_dtype"), py::arg("reduce_dtype"), py::arg("accumulate_dtype"),
+           py::arg("master_dtype"))
       .def("blank", &blank)
       .def("add_unit", torch::wrap_pybind_function_no_gil(&add_unit))
       .def("seal", no_gil(&Runtime::seal))
@@ -275,10 +277,10 @@ void bind_transport(py::module_& m) {
   };
   py::class_<Transport, std::shared_ptr<Transport>>(m, "PairwiseTransport")
       .def(py::init(make), py::arg("group"), py::call_guard<py::gil_scoped_release>())
-      .def("all_gather", torch::wrap_pybind_function_no_gil(
-                             [](Transport& self, const at::Tensor& window) {
-                               self.all_gather(window, /*channel=*/0)->drain();
-                             }));
+      .def("all_gather",
+           torch::wrap_pybind_function_no_gil([](Transport& self, const at::Tensor& window) {
+             self.all_gather(window, /*channel=*/0)->drain();
+           }));
 }
 
 // For the tests that show each wait between streams to be needed.

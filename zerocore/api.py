@@ -137,10 +137,10 @@ def shard(
         _check_model(model)
         initialiser = Initialiser(model, init)
         place = _place(model, mesh)
-        if options.register_windows and place.name == "gloo":
+        if options.register_windows and place.name in ("gloo", "fake"):
             raise ValueError(
                 "register_windows: expected NCCL or HCCL, whose process groups can have memory of "
-                f"their own, got gloo (chosen because {place.reason}); leave it out"
+                f"their own, got {place.name} (chosen because {place.reason}); leave it out"
             )
         _check_batch_norm(model, mixed_precision)
         plans = plan_units(model, units, bucket_bytes, taken=_is_taken)

@@ -17,7 +17,7 @@ class Backend(NamedTuple):
     """Where a model trains, and how its ranks communicate there."""
 
     device: torch.device  # this rank's; accelerators with their index
-    name: str  # of the communication backend: "gloo", "nccl" or "hccl"
+    name: str  # of the communication backend: "gloo", "nccl", "hccl" or "fake"
     reason: str  # why this one, in a sentence
 
 
@@ -25,7 +25,8 @@ def backend(device: torch.device | str | None = None) -> Backend:
     """The device and communication backend that `zerocore.shard` uses for a model on the CPU.
 
     The machine's accelerator (Ascend NPU with torch_npu, else CUDA GPU), unless the default process
-    group cannot use it: `init_process_group("gloo")` on a machine with GPUs asks for CPU ranks.
+    group cannot use it: `init_process_group("gloo")` on a machine with GPUs asks for CPU ranks, and
+    so does torch's fake process group, for dry runs of any number of ranks in one process.
 
     Args:
         device: one to use whatever the process group was made for; None: the choice is zerocore's.
@@ -45,6 +46,8 @@ def backend(device: torch.device | str | None = None) -> Backend:
     if kind not in NAMES:
         return _cpu(f"the accelerator of this machine is of type {kind}, not npu or cuda")
     made_for = world.default_backends()
+    if world.is_fake():
+        return _cpu("the default process group is a fake one")
     if made_for is None:
         return _on(accelerator, f"torch finds an accelerator of type {kind} on this machine")
     if made_for.get(kind) == NAMES[kind]:
@@ -79,7 +82,11 @@ def choose(devices: Iterable[torch.device], mesh_type: str | None) -> Backend:
 
 
 def _cpu(reason: str) -> Backend:
-    return Backend(torch.device("cpu"), NAMES["cpu"], reason)
+    return Backend(torch.device("cpu"), _name("cpu"), reason)
+
+
+def _name(kind: str) -> str:
+    return world.FAKE if world.is_fake() else NAMES[kind]
 
 
 def _on(device: torch.device, reason: str) -> Backend:
@@ -98,4 +105,4 @@ def _on(device: torch.device, reason: str) -> Backend:
             f"device: expected {current}, the current device of this rank, got {device}; call "
             f"torch.{kind}.set_device(local_rank) first, and use that device"
         )
-    return Backend(current, NAMES[kind], reason)
+    return Backend(current, _name(kind), reason)

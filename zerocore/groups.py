@@ -21,7 +21,7 @@ from zerocore.agreement import gather_objects
 from zerocore.journal import Journal, grace_of
 from zerocore.logfile import LogFile
 from zerocore.watch import Watch
-from zerocore.world import default_timeout, store_host
+from zerocore.world import FAKE, default_store, default_timeout, is_fake, store_host
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Groups:
             collectives by their order in a group, and that of reductions among gathers, and among
             the reductions of other models, is not the same on all ranks. (gloo matches them by
             numbers: there the groups are the same.)
-        control: gloo, for agreements on the host.
+        control: gloo (or fake), for agreements on the host.
         host: the agreements.
         journal: what this rank did with the model.
         backend: the communication backend of all but `control`.
@@ -168,9 +168,14 @@ class _Made:
         return self.watch.circle(tuple(sorted(ranks)), timeout).open_journal()
 
     def group(
-        self, purpose: str, ranks: tuple[int, ...], timeout: timedelta, backend: str = "gloo"
+        self, purpose: str, ranks: tuple[int, ...], timeout: timedelta, backend: str | None = None
     ) -> dist.ProcessGroup | None:
-        """The group of these ranks; None stands for a group of one."""
+        """The group of these ranks; None stands for a group of one.
+
+        Args:
+            backend: None: that of agreements on the host.
+        """
+        backend = backend or (FAKE if is_fake() else "gloo")
         if len(ranks) == 1:
             return None
         key = (purpose, backend, tuple(sorted(ranks)))
@@ -212,7 +217,7 @@ _made = _Made()
 
 def _new_watch(world: object) -> Watch:
     """The watch over the default group."""
-    store, rank = c10d._get_default_store(), dist.get_rank()
+    store, rank = default_store(), dist.get_rank()
     # Worlds may follow each other on one store; torchrun may keep one over restarts, whatever
     # state the ranks were in.
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -267,7 +272,11 @@ def make_control(ranks: Ranks, journal: Journal) -> tuple[dist.ProcessGroup | No
     """The group for agreements on the host, and the agreements. A collective over `ranks.all`."""
     with journal.collective("zerocore.shard"):
         control = _made.group("control", ranks.all, _wait_timeout(journal))
-    return control, _C.Control(control.group_name if control else "", journal.number)
+    return control, _control(control, journal)
+
+
+def _control(group: dist.ProcessGroup | None, journal: Journal) -> _C.Control:
+    return _C.Control(group.group_name if group else "", journal.number, is_fake())
 
 
 def make_groups(
@@ -347,7 +356,7 @@ def checkpoint_groups(caller: str, models: list[Groups], others: list[int]) -> G
     journal = open_journal(ranks, outer.journal.circle.timeout)
     with journal.collective(caller):
         control = _made.group("checkpoint", every, _wait_timeout(journal))
-    host = _C.Control(control.group_name if control else "", journal.number)
+    host = _control(control, journal)
     return Groups(ranks, None, None, None, None, control, host, journal, "gloo", None)
 
 

@@ -183,6 +183,8 @@ class Sharded:
         # Two a flat buffer: windows and reductions, and full parameters in their own dtype.
         channels = 2 * sum(len(plan.flats()) for plan in plans)
         shard_channel, replicate_channel = reserve_channels(groups.ranks, channels)
+        # gloo's own collectives move more than they need to, see pairwise.cpp.
+        pairwise = groups.backend == "gloo"
         self.core = _C.Runtime(
             shard_group=groups.shard.group_name if groups.shard else "",
             replicate_group=groups.replicate.group_name if groups.replicate else "",
@@ -196,12 +198,13 @@ class Sharded:
             shard_channel=shard_channel,
             replicate_channel=replicate_channel,
             device=device,
+            pairwise=pairwise,
             persistent=options.lifetimes.full_parameters_stay,
             reshard_after_forward=options.reshard_after_forward,
             prefetch=options.prefetch,
             max_window_bytes=options.max_window_bytes,
             register_windows=options.register_windows,
-            launch_bytes=0 if device.type == "cpu" else policy.LAUNCH_BYTES,
+            launch_bytes=0 if pairwise else policy.LAUNCH_BYTES,
             compute_dtype=mixed.param if mixed else None,
             reduce_dtype=(mixed.reduce or mixed.param) if mixed else None,
             accumulate_dtype=mixed.accumulate if mixed else None,

@@ -10,6 +10,11 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+# torch's backend for dry runs: any number of ranks in one process, whose collectives return at once
+# without the values of others.
+FAKE = "fake"
+_fake_store = dist.HashStore() if dist.is_available() else None
+
 
 def default_backends() -> dict[str, str] | None:
     """Backend of the default process group by type of device; None if there is no such group."""
@@ -17,6 +22,16 @@ def default_backends() -> dict[str, str] | None:
         return None
     pairs = dist.get_backend_config().split(",")  # "cpu:gloo,cuda:nccl"
     return dict(pair.split(":") for pair in pairs)
+
+
+def is_fake() -> bool:
+    """Whether this process is alone, as one of as many ranks as the default group pretends."""
+    return FAKE in (default_backends() or {}).values()
+
+
+def default_store() -> dist.Store:
+    """The default group's; a store of this process's own if there are no others."""
+    return _fake_store if is_fake() else c10d._get_default_store()
 
 
 def default_place() -> tuple[int, int]:
@@ -39,7 +54,8 @@ def this_rank() -> int:
 def default_timeout() -> timedelta:
     """The default group's timeout: new groups do not inherit it by themselves."""
     world = dist.group.WORLD
-    options = getattr(world._get_backend(world._device_types[0]), "options", None)
+    devices = world._device_types  # none: a process group that is written in Python
+    options = getattr(world._get_backend(devices[0]), "options", None) if devices else None
     return getattr(options, "_timeout", c10d.default_pg_timeout)
 
 
@@ -51,13 +67,13 @@ def run_name() -> str:
     if not dist.is_available() or not dist.is_initialized():
         return ""
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep the store
-    store = c10d._get_default_store()
+    store = default_store()
     return store.compare_set(f"zerocore/{start}/run", "", uuid.uuid4().hex).decode()
 
 
 def store_host() -> str:
     """Who is gone when the store of the default group is."""
-    store = c10d._get_default_store()
+    store = default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore):

@@ -1,4 +1,4 @@
-// The process group's own collectives, on streams, for NCCL and HCCL.
+// The process group's own collectives, on streams, for NCCL and HCCL (and for fake groups).
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>

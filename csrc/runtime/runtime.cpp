@@ -21,8 +21,8 @@ const char* forward_kind() { return inside_backward() ? "recompute" : "compute";
 std::shared_ptr<Transport> make_transport(const RuntimeOptions& options,
                                           const std::shared_ptr<DevicePool>& buffers,
                                           const std::shared_ptr<Log>& log) {
-  return options.device.is_cpu() ? make_pairwise_transport(options.groups, buffers, log)
-                                 : make_native_transport(options.groups, buffers, log);
+  return options.pairwise ? make_pairwise_transport(options.groups, buffers, log)
+                          : make_native_transport(options.groups, buffers, log);
 }
 
 bool needs_grad(const std::vector<at::Tensor>& tensors) {

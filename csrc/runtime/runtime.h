@@ -27,6 +27,7 @@ struct RuntimeOptions {
   std::shared_ptr<Log> log;
   std::shared_ptr<Fault> fault;
   c10::Device device = c10::kCPU;
+  bool pairwise = true;               // the transport for gloo
   bool persistent = false;            // full parameters resident (stages 0 to 2)
   bool reshard_after_forward = true;  // else the windows of a forward stay for its backward
   int prefetch = 1;                   // units gathered ahead

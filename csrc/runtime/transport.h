@@ -119,8 +119,8 @@ std::unique_ptr<Transport> make_pairwise_transport(const GroupNames& groups,
                                                    std::shared_ptr<DevicePool> buffers,
                                                    std::shared_ptr<Log> log);
 
-// The process group's own collectives, for NCCL and HCCL. Sums are taken in the order and with the
-// accumulation that the library chooses.
+// The process group's own collectives, for NCCL and HCCL (and for fake groups). Sums are taken in
+// the order and with the accumulation that the library chooses.
 std::unique_ptr<Transport> make_native_transport(const GroupNames& groups,
                                                  std::shared_ptr<DevicePool> buffers,
                                                  std::shared_ptr<Log> log);
@@ -133,8 +133,9 @@ enum class Topic { backward, order, steps, sizes, values, sum, maximum, count };
 // Small agreements on the host, over gloo. Nothing happens in a group of one rank.
 class Control {
  public:
-  // number: of the user of the group; those with other numbers are not disturbed.
-  Control(const std::string& group, int number);
+  // number: of the user of the group; those with other numbers are not disturbed. fake: there are
+  // no others, and each says what this rank says.
+  Control(const std::string& group, int number, bool fake);
   ~Control();
 
   int ranks() const { return ranks_; }
