@@ -34,8 +34,8 @@ CUDA_REQUIREMENTS := $(TORCH_CUDA) $(BUILD_TOOLS) pytest $(CUDA_TOOLS)
 CPP := $(sort $(shell find csrc tests -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh'))
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node $(RANKS)
 
-.PHONY: help train test build lint test-cpp test-python test-train test-cuda-sim format clean \
-	distclean FORCE
+.PHONY: help train test build lint test-cpp test-python test-train test-cuda-sim bench format \
+	clean distclean FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -46,6 +46,9 @@ train: build ## train a GPT on RANKS (2) ranks for some minutes; ARGS="--stage 1
 	$(TORCHRUN) examples/train_gpt.py $(ARGS)
 
 test: lint test-cpp test-python test-train ## all tests on the CPU; CI runs test-cuda-sim too
+
+bench: build ## speed and memory beside DDP, FSDP2 and, where it is installed, DeepSpeed; ARGS=--quick
+	$(BIN)/python benchmarks/bench.py $(ARGS)
 
 build: .venv/built ## set up .venv and compile the extension in place
 

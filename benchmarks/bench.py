@@ -18,7 +18,7 @@ import tempfile
 
 from table import Row, print_table, where
 
-PROGRAMS = ("bench_step", "bench_host", "bench_shard", "bench_ops")
+PROGRAMS = ("bench_step", "bench_host", "bench_shard", "bench_ops", "bench_optimizer")
 
 
 def rows_of(program: str, quick: bool, folder: str) -> list[Row]:

@@ -1,6 +1,6 @@
 """CPU speed of a whole optimizer step on one flat buffer, against torch's chain of passes.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_optimizer.py [--quick] [--json PATH]
+    python benchmarks/bench_optimizer.py [--quick] [--json PATH]
 
 The step takes scaled gradients, unscales and clips them, updates an fp32 master with AdamW unless a
 gradient is not finite, and leaves a bf16 copy. Bandwidths are by formula, in bytes a parameter that
@@ -8,22 +8,25 @@ the algorithm must read and write; what a cache reads before it writes a line is
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import table
 import torch
 import torch.distributed as dist
+from table import Row
 from torch import Tensor, nn
 
 import zerocore
-from zerocore import _C, ops
+from zerocore import ops
 
 LR, BETAS, EPS, WEIGHT_DECAY, MAX_NORM, SCALE = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0, 1024.0
 CHECKED = 1_000_003  # elements of the comparison of (a) and (b)
 PIECE = 1 << 20  # elements that are filled at a time
+
+Seconds = dict[str, list[float]]
 
 # Bytes a parameter: fp32 param, exp_avg, exp_avg_sq read and written (24), the gradient read (4 or
 # 2) by each pass, and the bf16 copy written (2).
@@ -207,9 +210,9 @@ def check() -> str:
     )
 
 
-def measure(timed: dict[str, Variant], repeats: int) -> dict[str, list[float]]:
+def in_turns(timed: dict[str, Variant], repeats: int) -> Seconds:
     """Seconds of every repeat, variants interleaved; one more repeat before that is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in timed}
+    seconds: Seconds = {name: [] for name in timed}
     for repeat in range(repeats + 1):
         for name, variant in timed.items():
             variant.prepare()
@@ -220,52 +223,37 @@ def measure(timed: dict[str, Variant], repeats: int) -> dict[str, list[float]]:
     return seconds
 
 
-def report(numel: int, timed: dict[str, Variant], seconds: dict[str, list[float]]) -> dict:
-    """Prints the table; returns its numbers."""
-    results = {}
-    print(f"{'':3} {'':42} {'B/param':>7} {'ms':>8} {'fastest':>8} {'GB/s':>6}")
+def rows_of(numel: int, threads: int, timed: dict[str, Variant], seconds: Seconds) -> list[Row]:
+    """The times, and the ratios of neighbours in time: other load on the machine hits both."""
+    case = f"optimizer step, {numel:.0e} parameters, {threads} thread{'s' * (threads > 1)}"
+    rows = []
     for name, variant in timed.items():
-        median, fastest = statistics.median(seconds[name]), min(seconds[name])
+        median = statistics.median(seconds[name])
         speed = variant.size * numel / median / 1e9
-        results[name] = dict(ms=median * 1e3, fastest_ms=fastest * 1e3, gb_per_s=speed)
-        row = f"{variant.size:7} {median * 1e3:8.1f} {fastest * 1e3:8.1f} {speed:6.1f}"
-        print(f"{name:3} {variant.text:42} {row}")
-    # Each repeat gives a ratio of neighbours in time: other load on the machine hits both alike.
+        detail = f"{variant.size} bytes a parameter, {speed:.1f} GB/s"
+        rows.append(Row(f"{case}, {name}: {variant.text}", median * 1e3, "ms", detail=detail))
     share = timed["b"].size / timed["d"].size
     for ours in ("b", "e"):
         pairs = list(zip(seconds["a"], seconds[ours], seconds["d"], strict=True))
         speed = statistics.median(a / b for a, b, _ in pairs)
         bandwidth = statistics.median(share * d / b for _, b, d in pairs)
-        results[f"a/{ours}"], results[f"{ours}/d bandwidth"] = speed, bandwidth
-        print(f"speed of {ours} over a: {speed:.2f}x (wanted: 1.6)", end="; ")
-        print(f"bandwidth of {ours} over d: {bandwidth:.2f} (wanted: 0.85)")
-    return results
+        rows.append(Row(f"{case}: speed of {ours} over a", speed, "x", 1.6, at_most=False))
+        rows.append(Row(f"{case}: bandwidth, {ours} over d", bandwidth, "x", 0.85, at_most=False))
+    return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--numel", type=int, help="parameters (default 100,000,000)")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--quick", action="store_true", help="10,000,000 parameters")
-    parser.add_argument("--json", help="where to write the numbers")
-    options = parser.parse_args()
-    numel = options.numel or (10_000_000 if options.quick else 100_000_000)
-    torch.set_num_threads(options.threads)
+def measure(options: argparse.Namespace) -> list[Row]:
+    """Checks one step, and times it on each number of threads."""
+    numel = 10_000_000 if options.quick else 100_000_000
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    print(
-        f"torch {torch.__version__}, {_C.isa()}, {options.threads} thread(s), {numel:,} parameters"
-    )
-    checked = check()
-    print(checked)
-    timed = variants(Buffers(numel))
-    seconds = measure(timed, options.repeats)
-    results = report(numel, timed, seconds)
-    if options.json:
-        about = dict(torch=torch.__version__, isa=_C.isa(), threads=options.threads, numel=numel)
-        with open(options.json, "w") as file:
-            json.dump({**about, "check": checked, "results": results, "seconds": seconds}, file)
+    print(check(), flush=True)
+    rows = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        timed = variants(Buffers(numel))
+        rows += rows_of(numel, threads, timed, in_turns(timed, repeats=15))
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    table.main(__doc__, measure)

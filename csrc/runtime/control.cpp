@@ -53,7 +53,8 @@ struct Control::Group {
   }
 };
 
-Control::Control(const std::string& group, int number, bool fake) : group_(std::make_unique<Group>()) {
+Control::Control(const std::string& group, int number, bool fake)
+    : group_(std::make_unique<Group>()) {
   if (group.empty()) return;
   group_->group = c10d::resolve_process_group(group);
   group_->number = number;

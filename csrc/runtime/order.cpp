@@ -34,13 +34,13 @@ void GatherOrder::finish() {
 std::vector<int> GatherOrder::upcoming(int count) const {
   std::vector<int> units;
   if (position_ < 0) return units;
-  const int current = expected_[position_];
+  std::vector<bool> found(*std::max_element(expected_.begin(), expected_.end()) + 1);
+  found[expected_[position_]] = true;
   for (size_t i = position_ + 1; i < expected_.size(); ++i) {
     if (static_cast<int>(units.size()) == count) break;
     const int unit = expected_[i];
-    if (unit != current && std::find(units.begin(), units.end(), unit) == units.end()) {
-      units.push_back(unit);
-    }
+    if (!found[unit]) units.push_back(unit);
+    found[unit] = true;
   }
   return units;
 }

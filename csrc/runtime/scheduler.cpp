@@ -179,11 +179,11 @@ void Scheduler::prefetch(int wanted) {
   if (persistent_ || !passing_ || prefetch_ == 0) return;
   const std::vector<int> ahead = this->ahead();
   if (ahead.empty()) return;
+  std::vector<bool> expected(states_.size());
+  for (int unit : ahead) expected[unit] = true;
   for (size_t unit = 1; unit < states_.size(); ++unit) {
-    const bool expected =
-        std::find(ahead.begin(), ahead.end(), static_cast<int>(unit)) != ahead.end();
     const bool idle = states_[unit] == State::gathering && static_cast<int>(unit) != wanted;
-    if (idle && !expected) close(static_cast<int>(unit));
+    if (idle && !expected[unit]) close(static_cast<int>(unit));
   }
   // As long as the next ones are there, others are left to be launched with more.
   const size_t near = std::min(ahead.size(), static_cast<size_t>(prefetch_));
@@ -192,12 +192,15 @@ void Scheduler::prefetch(int wanted) {
     return;
   }
   together([&] {
+    int open = this->open();
+    int64_t bytes = open_bytes();
     for (int unit : ahead) {
       if (states_[unit] != State::released) continue;
-      const bool fits =
-          open() <= prefetch_ || open_bytes() + windows_.bytes(unit) <= 2 * launch_bytes_;
+      const bool fits = open <= prefetch_ || bytes + windows_.bytes(unit) <= 2 * launch_bytes_;
       if (!fits || !windows_.start(unit)) return;
       states_[unit] = State::gathering;
+      ++open;
+      bytes += windows_.bytes(unit);
     }
   });
 }
