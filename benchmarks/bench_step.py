@@ -6,7 +6,8 @@
 A small GPT over gloo, one thread a rank. The systems of a stage are alive together and step in
 turns; a ratio is formed in each round, from medians of a few steps, and its median is reported.
 Before that their first losses are compared. Memory is what the peak of training steps adds to a
-process that has imported everything. Exposed communication is what a step at stage 3 takes longer
+process that has imported everything, by the system's count and, in runs of their own, by that of
+PyTorch's allocator. Exposed communication is what a step at stage 3 takes longer
 than its computation alone, in the time that bare collectives take for the same messages.
 """
 
@@ -143,6 +144,31 @@ class Group:
         return rows
 
 
+def allocated_rows(stage: int, dtype: str, dim: int) -> list[Row]:
+    """The peak of what PyTorch's allocator gives out, over each sharded peer's."""
+    peaks = {}
+    for name in [f"zerocore{stage}", *LIMITS[stage]]:
+        if name.startswith("ddp") or ("deepspeed" in name and not HAS_DEEPSPEED):
+            continue
+        team = Team(System(name, dim, dtype), counts=True)
+        try:
+            team.wait_built()
+            peaks[name] = max(team.ask("allocated", COMPARED))
+        finally:
+            team.close()
+    ours = peaks.pop(f"zerocore{stage}")
+    return [
+        Row(
+            f"peak allocated, stage {stage}, {dtype}, dim {dim}: zerocore / {TITLES[name]}",
+            ours / peak,
+            "x",
+            1.0,
+            detail=f"{ours:.1f} / {peak:.1f} MB",
+        )
+        for name, peak in peaks.items()
+    ]
+
+
 def spread(ratios: list[float]) -> str:
     return f"rounds {min(ratios):.2f}-{max(ratios):.2f}"
 
@@ -166,6 +192,8 @@ def measure(options: argparse.Namespace) -> list[Row]:
                     rows += group.exposed_rows(seconds) + group.memory_rows()
                 finally:
                     group.close()
+                if stage > 0 and not options.quick:
+                    rows += allocated_rows(stage, dtype, dim)
     return rows
 
 

@@ -15,8 +15,12 @@ import torch
 import torch.distributed as dist
 from peer_model import Tokens
 from systems import RANKS, System, build, import_peer
+from torch.profiler import record_function
 
 import zerocore
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
+from allocated import Allocated  # noqa: E402
 
 Message = tuple[str, int, str]  # kind (all_gather, reduce), elements of the whole, dtype in a log
 DTYPES = {"Float": torch.float32, "BFloat16": torch.bfloat16}  # by their names in a log
@@ -33,8 +37,11 @@ def status_mb(field: str) -> float:
 class Member:
     """What a team may ask of a rank: every public method is a command."""
 
-    def __init__(self, system: System, rank: int) -> None:
+    def __init__(self, system: System, rank: int, counts: bool) -> None:
         self._before = status_mb("VmRSS")
+        self._allocated = Allocated()
+        if counts:
+            self._allocated.__enter__()
         self._model, self._step = build(system)
         self._built = status_mb("VmHWM")
         self._tokens = Tokens(rank)
@@ -72,6 +79,14 @@ class Member:
         """MB above what the process held before the model: peak of the steps, of the building."""
         return status_mb("VmHWM") - self._before, self._built - self._before
 
+    def allocated(self, steps: int) -> float:
+        """MB that PyTorch's allocator had given out at the peak of the last step, since before."""
+        self.losses(steps - 1)
+        with record_function("last step"):
+            self.losses(1)
+        self._allocated.__exit__(None, None, None)
+        return self._allocated.peak("last step") / 1e6
+
     def messages(self) -> list[Message]:
         """What zerocore hands to its process group in a step."""
         stats = zerocore.stats(self._model)
@@ -100,8 +115,12 @@ class Member:
         return time.perf_counter() - start
 
 
-def serve(system: System, rank: int, folder: str, commands: Connection) -> None:
-    """Does what comes down the pipe until it closes. What is printed goes to a file."""
+def serve(system: System, rank: int, folder: str, counts: bool, commands: Connection) -> None:
+    """Does what comes down the pipe until it closes. What is printed goes to a file.
+
+    Args:
+        counts: bytes that the allocator gives out, which makes steps slower.
+    """
     log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
@@ -110,7 +129,7 @@ def serve(system: System, rank: int, folder: str, commands: Connection) -> None:
     timeout = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", f"file://{folder}/store", timeout, RANKS, rank)
     import_peer(system)
-    member = Member(system, rank)
+    member = Member(system, rank, counts)
     commands.send(None)
     while True:
         try:
