@@ -186,6 +186,7 @@ void Runtime::launch_reductions() {
     end("done", "packing", -1);
   }
   packing_.reset();
+  transport_->make_room();
   std::vector<at::Tensor> held;
   transport_->begin_launch();
   try {

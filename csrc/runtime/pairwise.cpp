@@ -3,6 +3,8 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 
+#include <chrono>
+#include <deque>
 #include <functional>
 #include <future>
 #include <limits>
@@ -44,7 +46,7 @@ class Done : public Pending {
 
 class FuturePending : public Pending {
  public:
-  explicit FuturePending(std::future<void> future) : future_(future.share()) {}
+  explicit FuturePending(std::shared_future<void> future) : future_(std::move(future)) {}
   void wait() override { future_.get(); }
   void drain() override { future_.get(); }
 
@@ -116,6 +118,12 @@ ExchangePtr gather(const std::shared_ptr<Worker>& poster, const PeersPtr& peers,
       [=](int peer) { return slot(buffer, size, peer); });
 }
 
+// Reductions under way, the next one included, beyond which a rank waits for its peers, and how
+// long; and for how long at most it does not after it waited in vain, more each time.
+constexpr size_t kUnderWay = 2;
+constexpr std::chrono::milliseconds kPatience(50);
+constexpr std::chrono::milliseconds kMostImpatience(10'000);
+
 // Threads that receive gathers, so that windows arrive while the rank computes. Ranks may gather in
 // different orders: one that waits for a peer holds up no other.
 constexpr int kReceivers = 16;
@@ -177,6 +185,26 @@ class PairwiseTransport : public Transport {
                         channel);
   }
 
+  // [Note: patience] A rank that is ahead of its peers would have the packed gradients of its whole
+  // backward waiting for them: it waits instead. But a peer that leaves a unit out reduces it at
+  // the end of its backward only, for which it may need windows of this rank: so not for long, and
+  // not again soon.
+  void make_room() override {
+    const auto now = std::chrono::steady_clock::now();
+    while (!under_way_.empty()) {
+      const bool wait = under_way_.size() >= kUnderWay && now >= patient_from_;
+      const auto patience = wait ? kPatience : std::chrono::milliseconds(0);
+      if (under_way_.front().wait_for(patience) != std::future_status::ready) {
+        if (!wait) return;
+        patient_from_ = std::chrono::steady_clock::now() + impatience_;
+        impatience_ = std::min(2 * impatience_, kMostImpatience);
+        return;
+      }
+      if (wait) impatience_ = kPatience;
+      under_way_.pop_front();
+    }
+  }
+
   void retire(std::unique_ptr<Pending> pending, std::function<void()> then) override {
     finisher_.post([pending = std::shared_ptr<Pending>(std::move(pending)), then] {
       try {
@@ -212,18 +240,20 @@ class PairwiseTransport : public Transport {
       first.own = packed;
     }
     // The second half of the messages depends on sums over the first: on a thread of its own, so
-    // that neither waits for the other's computation.
+    // that neither waits for the other's computation. A future keeps its task: what the task holds
+    // has to go when it is done.
     auto task = std::make_shared<std::packaged_task<void()>>(
         [=, first = std::move(first), buffers = buffers_, log = log_, poster = poster_,
-         unit = units_.at(static_cast<size_t>(channel)),
+         unit = units_.at(static_cast<size_t>(channel)), elements = packed.numel(),
          replicate_channel = Channel{replicate_channel_ + channel, generation_}]() mutable {
           c10::InferenceMode normal(false);
           at::NoGradGuard no_grad;
           finish_reduce(poster, replicas, buffers, *log, std::move(first), partial, out, accumulate,
                         replicate_channel);
-          log->add({"finish", "reduce", "backward", unit, packed.numel()});
+          log->add({"finish", "reduce", "backward", unit, elements});
         });
-    auto pending = std::make_unique<FuturePending>(task->get_future());
+    under_way_.push_back(task->get_future().share());
+    auto pending = std::make_unique<FuturePending>(under_way_.back());
     finisher_.post([task] { (*task)(); });
     return pending;
   }
@@ -280,6 +310,9 @@ class PairwiseTransport : public Transport {
   std::shared_ptr<DevicePool> buffers_;
   std::shared_ptr<Log> log_;
   const std::shared_ptr<Worker> poster_ = std::make_shared<Worker>();
+  std::deque<std::shared_future<void>> under_way_;
+  std::chrono::steady_clock::time_point patient_from_;
+  std::chrono::milliseconds impatience_ = kPatience;
   Worker finisher_;
   Worker receivers_{kReceivers};
 };

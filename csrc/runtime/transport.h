@@ -83,6 +83,10 @@ class Transport {
   // have summed, added to this one's and overwritten; or undefined.
   virtual std::unique_ptr<Pending> reduce(const at::Tensor& packed, const at::Tensor& partial,
                                           const at::Tensor& out, bool accumulate, int channel) = 0;
+  // Called before the buffer of a reduction is made. Where reductions go on beside the computation
+  // without being waited for, it waits for earlier ones, a moment at most, so that their buffers
+  // are used again.
+  virtual void make_room() {}
   // The sum over the shard group alone.
   virtual std::unique_ptr<Pending> reduce_scatter(const at::Tensor& packed, const at::Tensor& out,
                                                   bool accumulate, int channel) = 0;

@@ -48,9 +48,9 @@ def peak_of(
 
     On the CPU the pools keep the memory of windows and messages for the next lease: it counts all
     the time. Elsewhere the device's allocator gets it back, and gradients that were cleared are
-    free until they are made again, and two launches of reductions are under way at a time: one on
-    the network, and one that is packed ([Note: reductions behind] in csrc/runtime/backward.cpp).
-    CPU ranks may have all of a backward under way at once, if the network does not keep up.
+    free until they are made again. Two launches of reductions are under way at a time, one on the
+    network and one that is packed ([Note: reductions behind] in csrc/runtime/backward.cpp). CPU
+    ranks have more if a peer is late ([Note: patience] in csrc/runtime/pairwise.cpp).
 
     Args:
         activity: what the model was seen to do; None: activations are left out, and all that is
@@ -67,11 +67,8 @@ def peak_of(
     window = {u: sum(f.window_bytes for f in gathered(sizes, setting, u)) for u in schedule.units}
     stay = setting.lifetimes.full_parameters_stay
     reductions = [action.units for action in schedule.actions if action.kind == "reduce"]
-    if keeps:
-        most_messages = sum(messages.values())
-    else:
-        pairs = zip([(), *reductions], reductions, strict=False)
-        most_messages = max((sum(messages[u] for u in (*a, *b)) for a, b in pairs), default=0)
+    pairs = zip([(), *reductions], reductions, strict=False)
+    most_messages = max((sum(messages[u] for u in (*a, *b)) for a, b in pairs), default=0)
     local = max(_local_bytes(sizes, setting, unit) for unit in range(len(sizes.units)))
     if activity is None:
         everything = sum(h.bytes for h in held)

@@ -125,8 +125,8 @@ def assumptions(work: Workload, guessed: bool, flops_known: bool) -> list[str]:
             "is what the model returns as `loss`, else the mean of what it returns"
         )
     lines.append(
-        "units called in the order of registration; all ranks alike; on GPUs two launches of "
-        "reductions under way at a time, on CPU ranks all of a backward (a slow network)"
+        "units called in the order of registration; all ranks alike; two launches of reductions "
+        "under way at a time (more where a CPU rank is later than its peers)"
     )
     if work.machine is None:
         return lines
