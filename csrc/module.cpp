@@ -60,18 +60,12 @@ std::shared_ptr<Runtime> make_runtime(
 
 int add_unit(Runtime& self, const std::string& name,
              const std::vector<std::vector<std::string>>& names,
-             const std::vector<std::vector<at::Tensor>>& params, std::vector<at::Tensor> fulls) {
+             const std::vector<std::vector<at::Tensor>>& params, std::vector<Flat::Values> values) {
   std::vector<FlatParams> flats;
   for (size_t i = 0; i < names.size(); ++i) {
-    flats.push_back({names[i], params.at(i), std::move(fulls.at(i))});
+    flats.push_back({names[i], params.at(i), std::move(values.at(i))});
   }
   return self.add_unit(name, std::move(flats));
-}
-
-std::pair<at::Tensor, std::vector<at::Tensor>> blank(Runtime& self,
-                                                     const std::vector<at::Tensor>& params) {
-  Flat::Values values = self.blank(params);
-  return {std::move(values.full), std::move(values.views)};
 }
 
 py::dict traffic(Runtime& self) {
@@ -108,7 +102,6 @@ void bind_runtime(py::module_& m) {
            py::arg("max_window_bytes"), py::arg("register_windows"), py::arg("launch_bytes"),
            py::arg("compute_dtype"), py::arg("reduce_dtype"), py::arg("accumulate_dtype"),
            py::arg("master_dtype"))
-      .def("blank", &blank)
       .def("add_unit", torch::wrap_pybind_function_no_gil(&add_unit))
       .def("seal", no_gil(&Runtime::seal))
       .def("add_nested", no_gil(&Runtime::add_nested))

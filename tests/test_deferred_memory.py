@@ -64,6 +64,30 @@ def test_peak_is_the_shard_the_largest_unit_and_the_cache(ranks):
         assert most > bound, "the bound must be one that holds for deferred models only"
 
 
+def growth(where):
+    """Growth of resident bytes while a model of four units is sharded."""
+    zerocore.shard(zerocore.deferred(lambda: nn.Linear(64, 64), 0, min_bytes=1), 3)
+    with torch.device(where):
+        model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(4)))
+    heap.trim()
+    before = resident("VmRSS")
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    zerocore.shard(model, 3, bucket_bytes=0, init="empty" if where == "meta" else None)
+    return resident("VmHWM") - before
+
+
+def test_models_in_memory_grow_by_the_shard_of_a_unit(ranks):
+    unit = 4 * 4096**2
+    for grown in ranks(2, growth, "cpu"):
+        assert grown < unit / 2 + 24 * MB, f"{grown / MB:.0f} MB"
+
+
+def test_empty_models_grow_by_their_shards(ranks):
+    held = 2 * 4 * 4096**2
+    for grown in ranks(2, growth, "meta"):
+        assert grown < held + 24 * MB, f"{grown / MB:.0f} MB"
+
+
 def test_peak_of_a_meta_model_is_the_shard_and_the_largest_unit(ranks):
     unit = 4 * 2 * WIDTH**2
     for most, held, _ in ranks(2, peak, "meta"):

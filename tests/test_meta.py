@@ -258,6 +258,59 @@ def test_empty_models_are_loaded_before_use(ranks, size, stage):
         assert not found and same
 
 
+class Tabled(nn.Linear):
+    """Its own initialisation gives a buffer values that no state has, and its parameters too."""
+
+    def __init__(self):
+        super().__init__(3, 5)
+        self.register_buffer("table", torch.ones(5), persistent=False)
+
+    def reset_parameters(self):
+        super().reset_parameters()
+        if hasattr(self, "table"):
+            self.table.fill_(2)
+
+
+def left_empty(stage, mixed):
+    """What parameters hold that nobody has loaded: beside some that a module had to fill."""
+
+    def build():
+        model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(Tabled(), nn.Linear(5, 7)))
+        model.count = nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
+        return model
+
+    precision = zerocore.MixedPrecision(param=torch.bfloat16) if mixed else None
+    model = on_meta(build)
+    zerocore.shard(model, stage, units=["0", "1"], init="empty", mixed_precision=precision)
+    assert model[1][0].table.eq(2).all()
+    state = zerocore.full_state_dict(model)
+    return {name for name, value in state.items() if value.isnan().all()}, state["count"].sum()
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_empty_parameters_are_nan(ranks, stage, mixed):
+    for empties, count in ranks(2, left_empty, stage, mixed):
+        assert empties == {"0.weight", "0.bias", "1.1.weight", "1.1.bias"} and count == 0
+
+
+def replaced_data():
+    """An `init` that gives a parameter other data, of which the elements lie in another order."""
+    values = torch.arange(12.0).reshape(4, 3)
+
+    def init(module):
+        module.weight.data = values.t()
+
+    model = on_meta(lambda: nn.Linear(4, 3, bias=False))
+    zerocore.shard(model, 3, init=init)
+    state = zerocore.full_state_dict(model)
+    return torch.equal(state["weight"], values.t()) and state["weight"].is_contiguous()
+
+
+def test_init_may_replace_data(ranks):
+    assert ranks(2, replaced_data) == [True, True]
+
+
 def filled_by_hand():
     """Writing through gathered() counts as loading."""
     model = zerocore.shard(on_meta(mlp), 3, init="empty")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -21,12 +22,17 @@ def gather_objects(caller: str, host: _C.Control, journal: Journal, value: Any) 
         ValueError: if another rank has called something else.
         torch.distributed.DistBackendError: if it fails.
     """
-    data = torch.frombuffer(bytearray(pickle.dumps((caller, value))), dtype=torch.uint8)
+    data = bytearray(pickle.dumps((caller, value)))
     with journal.collective(caller):
-        size = torch.tensor([data.numel()])
-        sizes = [int(size) for size in host.gather(_C.Topic.sizes, size)]
+        digest = torch.frombuffer(bytearray(hashlib.sha256(data).digest()), dtype=torch.int64)
+        mine = torch.cat([torch.tensor([len(data)]), digest])
+        digests = torch.stack(host.gather(_C.Topic.sizes, mine))
+        # The same on all ranks, mostly; it would come, and be held, once from each of them.
+        if bool((digests == mine).all()):
+            return [value] * len(digests)
+        sizes = digests[:, 0].tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: data.numel()] = data
+        padded[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
         parts = host.gather(_C.Topic.values, padded)
     everyone = [
         pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)

@@ -149,6 +149,8 @@ def shard(
         error = error or caught
     facts = _facts(model, place, options, plans, init) + tensor_parallel.facts(parts)
     facts.append(("stage", stage))
+    filled = initialiser.filled() if initialiser is not None else []
+    facts.append(("parameters that init fills:", filled))
     try:
         agree(host, journal, error, facts)
     except BaseException:

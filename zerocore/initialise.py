@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zerocore import _C, registry
+from zerocore.strides import memory_strides
 
 Init = Callable[[nn.Module], object] | Literal["empty"] | None
 
@@ -69,6 +70,8 @@ class Initialiser:
             for name, param in model.named_parameters()
             if param.device.type == "meta" and registry.entry_of(param) is None
         }
+        filled = {param for module in self._functions for param in module._parameters.values()}
+        self._left_empty = self._names.keys() - filled
 
     def __bool__(self) -> bool:
         """Whether anything of the model is on the meta device."""
@@ -77,6 +80,14 @@ class Initialiser:
     def owns(self, param: nn.Parameter) -> bool:
         """Whether it was on the meta device."""
         return param in self._names
+
+    def leaves_empty(self, param: nn.Parameter) -> bool:
+        """Whether it gets neither memory nor values: `init="empty"`, and no module needs them."""
+        return param in self._left_empty
+
+    def filled(self) -> list[str]:
+        """Names of the parameters on the meta device that get values."""
+        return [name for param, name in self._names.items() if param not in self._left_empty]
 
     def unloaded(self) -> Unloaded | None:
         """What has to be loaded before the model is used; to be asked before memory is given."""
@@ -90,44 +101,42 @@ class Initialiser:
                     buffers[id(module._buffers), key] = f"{name}.{key}".lstrip(".")
         return Unloaded(set(self._names.values()), buffers)
 
-    def fill(self, params: list[nn.Parameter], views: list[torch.Tensor]) -> None:
+    def fill(self, params: list[nn.Parameter]) -> None:
         """Initialises the modules that own these parameters, those on the meta device or once.
 
-        Args:
-            views: of each parameter, where its values go; on the CPU it becomes its memory.
+        They have memory on the CPU then, but for those that are left empty.
 
         Raises:
             ValueError: for an initialisation that forgets a parameter or replaces it.
         """
-        unit = {param: view for param, view in zip(params, views, strict=True)}
+        before = {param: (param.shape, param.dtype, memory_strides(param)) for param in params}
         modules = [
             module
             for module in self._modules
-            if any(param in unit for param in module._parameters.values() if param is not None)
+            if any(param in before for param in module._parameters.values() if param is not None)
         ]
-        self._initialise(modules, unit)
-        for param, view in unit.items():
+        self._initialise(modules)
+        for param, (shape, dtype, strides) in before.items():
             name = self._names[param]
-            if param.shape != view.shape or param.dtype != view.dtype:
+            if param.shape != shape or param.dtype != dtype:
                 raise ValueError(
-                    f"init: {name}: expected it to keep the shape {tuple(view.shape)} and "
-                    f"{view.dtype}, got {tuple(param.shape)} and {param.dtype}"
+                    f"init: {name}: expected it to keep the shape {tuple(shape)} and {dtype}, got "
+                    f"{tuple(param.shape)} and {param.dtype}"
                 )
             if not self._empty:
                 _refuse_nan(name, param)
-            if param.data_ptr() != view.data_ptr():
-                view.copy_(param)
+            if param.stride() != strides and not self.leaves_empty(param):  # its data was replaced
+                memory = torch.empty_strided(shape, strides, dtype=dtype)
+                _C.show(param, memory.copy_(param))
 
     def fill_rest(self) -> None:
         """Initialises the modules that are left: they have buffers only."""
-        self._initialise(list(self._modules), {})
+        self._initialise(list(self._modules))
 
     @torch.no_grad()
-    def _initialise(
-        self, modules: list[nn.Module], memory: Mapping[nn.Parameter, torch.Tensor]
-    ) -> None:
+    def _initialise(self, modules: list[nn.Module]) -> None:
         for module in modules:
-            self._give_memory(module, memory)
+            self._give_memory(module)
         for module in modules:
             before = dict(module._parameters)
             function = self._functions.get(module)
@@ -156,14 +165,11 @@ class Initialiser:
             "which fills it"
         )
 
-    def _give_memory(self, module: nn.Module, memory: Mapping[nn.Parameter, torch.Tensor]) -> None:
+    def _give_memory(self, module: nn.Module) -> None:
         for param in module._parameters.values():
-            if param is None or param.device.type != "meta":
-                continue
-            view = memory.get(param)
-            if view is None or view.device.type != "cpu":
-                view = torch.empty_strided(param.size(), param.stride(), dtype=param.dtype)
-            _C.show(param, _poisoned(view))
+            on_meta = param is not None and param.device.type == "meta"
+            if on_meta and not self.leaves_empty(param):
+                _C.show(param, unwritten(param))
         for name, buffer in module._buffers.items():
             if buffer is None or buffer.device.type != "meta":
                 continue
@@ -277,6 +283,11 @@ def _without_default(name: str, module: nn.Module, empty: bool) -> str:
 def _has_nan(tensor: torch.Tensor) -> bool:
     """Whether its dtype has."""
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def unwritten(param: nn.Parameter) -> torch.Tensor:
+    """Memory for a parameter, which shows that nobody has written to it."""
+    return _poisoned(torch.empty_strided(param.shape, memory_strides(param), dtype=param.dtype))
 
 
 def _poisoned(memory: torch.Tensor) -> torch.Tensor:

@@ -254,7 +254,7 @@ class Sharded:
             plan.name,
             [[name for name, _ in flat] for flat in flats],
             [[param for _, param in flat] for flat in flats],
-            values.of_unit(self.core, plan),
+            values.of_unit(plan),
         )
 
     def _hook_root(self, model: nn.Module) -> None:

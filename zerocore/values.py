@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zerocore import _C, registry
+from zerocore import registry
 from zerocore.collectives import broadcast_from_first, exchange
 from zerocore.deferred import forget, heap, is_blank, tape_of
 from zerocore.groups import Groups
-from zerocore.initialise import Initialiser
+from zerocore.initialise import Initialiser, unwritten
 from zerocore.units import UnitPlan
 
 
@@ -44,31 +44,31 @@ class Values:
         self._bytes = 0
         self._made = bool(initialiser) or any(map(is_blank, tensors))
 
-    def of_unit(self, core: _C.Runtime, plan: UnitPlan) -> list[torch.Tensor]:
-        """The values of each flat buffer of a unit, 1-D, for `core.add_unit`.
+    @torch.no_grad()
+    def of_unit(self, plan: UnitPlan) -> list[list[torch.Tensor] | None]:
+        """The values of the parameters of each flat buffer of a unit, for `core.add_unit`.
+
+        Those of rank 0 count: there are none on ranks whose values reach nobody. None: no rank has
+        any, with `init="empty"`.
 
         Raises:
             Exception: this rank's, if they could not be made.
             ValueError: for another rank's.
         """
         params = [param for flat in plan.flats() for _, param in flat]
-        fulls: list[torch.Tensor] = []
+        values: list[list[torch.Tensor] | None] = []
         error = None
         # The last unit's, and what its values were made from, are free by now.
         heap.freed(self._bytes)
         self._bytes = 2 * plan.bytes
         try:
-            views = []
-            for flat in plan.flats():
-                full, parts = core.blank([param for _, param in flat])
-                fulls.append(full)
-                views += parts
-            self._fill(params, views)
+            self._initialiser.fill([p for p in params if self._initialiser.owns(p)])
+            values = [self._of_flat([param for _, param in flat]) for flat in plan.flats()]
         except Exception as caught:
             error = caught
         self._agree(error)
         forget(params)
-        return fulls
+        return values
 
     @torch.no_grad()
     def take_buffers(self, device: torch.device) -> None:
@@ -92,16 +92,18 @@ class Values:
         local = [b.to_local() if isinstance(b, DTensor) else b for b in found]
         broadcast_from_first(local, self._groups)
 
-    @torch.no_grad()
-    def _fill(self, params: list[nn.Parameter], views: list[torch.Tensor]) -> None:
-        meta = [i for i, param in enumerate(params) if self._initialiser.owns(param)]
-        self._initialiser.fill([params[i] for i in meta], [views[i] for i in meta])
-        for i in sorted(set(range(len(params))).difference(meta)):
-            tape = tape_of(params[i])
-            if tape is None:
-                views[i].copy_(params[i])
-            elif _values_are_taken(self._groups):
-                views[i].copy_(tape.value(params[i]))
+    def _of_flat(self, params: list[nn.Parameter]) -> list[torch.Tensor] | None:
+        if all(map(self._initialiser.leaves_empty, params)):
+            return None
+        if not _values_are_taken(self._groups):
+            return []
+        return list(map(self._of_param, params))
+
+    def _of_param(self, param: nn.Parameter) -> torch.Tensor:
+        if self._initialiser.leaves_empty(param):
+            return unwritten(param)
+        tape = tape_of(param)
+        return param if tape is None else tape.value(param)
 
     def _agree(self, error: Exception | None) -> None:
         if self._made:

@@ -8,6 +8,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <utility>
 
@@ -37,6 +38,9 @@ c10::ScalarType shard_dtype(const at::Tensor& param, const FlatOptions& options,
   return options.master_dtype ? c10::promoteTypes(own, *options.master_dtype) : compute_dtype;
 }
 
+// Values are broadcast in pieces of this size: small enough for a cache.
+constexpr int64_t kPieceBytes = 4 << 20;
+
 const char* kRemedy =
     " now; read it inside the forward of its module, or in `with zerocore.gathered(module):`";
 
@@ -61,22 +65,8 @@ std::vector<int64_t> strides_of(const at::Tensor& param) {
 
 }  // namespace
 
-Flat::Values Flat::blank(const std::vector<at::Tensor>& params, const Transport& transport,
-                         c10::Device device) {
-  c10::InferenceMode normal(false);
-  const Layout layout(numels(params), transport.shards(), transport.replicas());
-  const at::TensorOptions like = params.at(0).options().requires_grad(std::nullopt);
-  Values values{at::zeros({layout.total()}, like.device(device)), {}};
-  for (size_t i = 0; i < params.size(); ++i) {
-    const int64_t offset = layout.offset(static_cast<int64_t>(i));
-    values.views.push_back(
-        make_view(values.full, offset, params[i].sizes(), strides_of(params[i])));
-  }
-  return values;
-}
-
 Flat::Flat(std::string unit, std::vector<std::string> names, std::vector<at::Tensor> params,
-           at::Tensor full, const FlatOptions& options, Transport& transport,
+           const Values& values, const FlatOptions& options, Transport& transport,
            std::shared_ptr<DevicePool> windows, int channel)
     : unit_(std::move(unit)),
       names_(std::move(names)),
@@ -95,18 +85,13 @@ Flat::Flat(std::string unit, std::vector<std::string> names, std::vector<at::Ten
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
   for (int64_t i = 0; i < size(); ++i) describe(i);
-  TORCH_INTERNAL_ASSERT(full.numel() == layout_.total(), "expected values from Flat::blank");
-  transport_.broadcast(full);
-  if (shard_is_slot_) {
-    window_ = full.to(shard_dtype_);
-    shard_ = own_slot(window_);
-    fresh_ = true;
-  } else {
-    const bool whole = layout_.shards() == 1;
-    shard_ = own_slot(full).to(shard_dtype_, /*non_blocking=*/false, /*copy=*/!whole);
-    make_window();
-  }
+  make_window();
   make_views();
+  if (values) {
+    take(*values);
+  } else {
+    fill_with_nothing();
+  }
   show(View::shard);
   gathered_versions_ = versions();
 }
@@ -142,12 +127,66 @@ at::Tensor Flat::own_slot(const at::Tensor& buffer) const {
 }
 
 void Flat::make_window() {
-  const at::TensorOptions options = shard_.options().dtype(compute_dtype_);
-  if (options_.persistent) {
-    window_ = at::zeros({layout_.total()}, options);
-    return;
+  const c10::Device device = windows_->streams().device();
+  const auto options = at::TensorOptions().device(device);
+  window_ = options_.persistent
+                ? at::zeros({layout_.total()}, options.dtype(compute_dtype_))
+                : without_memory(device, layout_.total(), compute_dtype_, released_message_);
+  shard_ = shard_is_slot_ ? own_slot(window_)
+                          : at::empty({layout_.shard_numel()}, options.dtype(shard_dtype_));
+}
+
+// The flat buffer of the originals never exists as a whole: it comes in pieces, of which each rank
+// keeps what is its own.
+void Flat::take(const std::vector<at::Tensor>& values) {
+  const c10::ScalarType dtype = params_[0].scalar_type();
+  const int64_t step = kPieceBytes / static_cast<int64_t>(c10::elementSize(dtype));
+  const at::Tensor buffer =
+      at::empty({std::min(step, layout_.total())}, shard_.options().dtype(dtype));
+  std::vector<at::Tensor> dense;
+  for (size_t i = 0; i < values.size(); ++i) {
+    dense.push_back(in_memory_order(values[i], static_cast<int64_t>(i)));
   }
-  window_ = without_memory(shard_.device(), layout_.total(), compute_dtype_, released_message_);
+  const at::Tensor& kept = shard_is_slot_ ? window_ : shard_;
+  const int64_t first = shard_is_slot_ ? 0 : transport_.shard_rank() * layout_.shard_numel();
+  for (int64_t begin = 0; begin < layout_.total(); begin += step) {
+    const int64_t end = std::min(begin + step, layout_.total());
+    const at::Tensor piece = buffer.narrow(0, 0, end - begin);
+    if (!dense.empty()) pack(dense, begin, piece);
+    transport_.broadcast(piece);
+    const int64_t from = std::max(begin, first);
+    const int64_t size = std::min(end, first + kept.numel()) - from;
+    if (size > 0) kept.narrow(0, from - first, size).copy_(piece.narrow(0, from - begin, size));
+  }
+  fresh_ = shard_is_slot_;
+}
+
+// What lies from `begin` on in the flat buffer of these values, which are in memory order; padding
+// is zero.
+void Flat::pack(const std::vector<at::Tensor>& values, int64_t begin,
+                const at::Tensor& piece) const {
+  const int64_t end = begin + piece.numel();
+  for (int64_t i = 0; i < size(); ++i) {
+    const int64_t start = layout_.offset(i), stop = start + layout_.numel(i);
+    const int64_t next = i + 1 < size() ? layout_.offset(i + 1) : layout_.total();
+    if (next <= begin || start >= end) continue;
+    const int64_t from = std::max(begin, start), to = std::min(end, stop);
+    if (from < to) {
+      const at::Tensor& value = values.at(i);
+      const at::Tensor part = make_view(value, from - start, {to - from}, {1});
+      piece.narrow(0, from - begin, to - from).copy_(part);
+    }
+    const int64_t gap = std::max(begin, stop), over = std::min(end, next);
+    if (gap < over) piece.narrow(0, gap - begin, over - gap).zero_();
+  }
+}
+
+void Flat::fill_with_nothing() {
+  shard_.zero_();
+  for (const at::Tensor& view : shard_is_slot_ ? window_views_ : shard_views_) {
+    if (view.is_floating_point() || view.is_complex()) view.fill_(NAN);
+  }
+  fresh_ = shard_is_slot_;
 }
 
 void Flat::make_views() {

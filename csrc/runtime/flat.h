@@ -45,19 +45,15 @@ struct FlatOptions {
 // it steps spares that: slot() and slot_written().
 class Flat {
  public:
-  struct Values {
-    at::Tensor full;                // 1-D, padded
-    std::vector<at::Tensor> views;  // N-D, of full: one a parameter, to be written to
-  };
-  // Zeros that will hold the full values of these parameters, of one dtype and any device.
-  static Values blank(const std::vector<at::Tensor>& params, const Transport& transport,
-                      c10::Device device);
+  // The full values of the parameters: one each, of its shape and dtype, on any device, on the
+  // ranks that broadcast them; none on the others, which take rank 0's. Nothing: no rank has any
+  // yet, and they are NaN (zero, where there is none) until somebody writes them.
+  using Values = std::optional<std::vector<at::Tensor>>;
 
-  // full: from blank(params), filled, on the device of the windows; rank 0's is taken on every
-  // rank. The parameters become views of the shard; whatever they showed is let go. names: as in
-  // error messages. channel: unique among the transport's users, and the next number is used too.
+  // The parameters become views of the shard; whatever they showed is let go. names: as in error
+  // messages. channel: unique among the transport's users, and the next number is used too.
   Flat(std::string unit, std::vector<std::string> names, std::vector<at::Tensor> params,
-       at::Tensor full, const FlatOptions& options, Transport& transport,
+       const Values& values, const FlatOptions& options, Transport& transport,
        std::shared_ptr<DevicePool> windows, int channel);
   ~Flat();
   Flat(const Flat&) = delete;
@@ -135,6 +131,9 @@ class Flat {
   void describe(int64_t i);
   void make_views();
   void make_window();
+  void take(const std::vector<at::Tensor>& values);
+  void pack(const std::vector<at::Tensor>& values, int64_t begin, const at::Tensor& piece) const;
+  void fill_with_nothing();
   at::Tensor own_slot(const at::Tensor& buffer) const;
   // Gathers start after what the current stream was given until now.
   void shards_ready() const;

@@ -56,10 +56,6 @@ Runtime::Runtime(RuntimeOptions options)
 
 Runtime::~Runtime() = default;
 
-Flat::Values Runtime::blank(const std::vector<at::Tensor>& params) const {
-  return Flat::blank(params, *transport_, streams_.device());
-}
-
 int Runtime::add_unit(std::string name, std::vector<FlatParams> flats) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   auto unit = std::make_unique<Unit>();
@@ -69,9 +65,9 @@ int Runtime::add_unit(std::string name, std::vector<FlatParams> flats) {
     FlatOptions flat_options{options_.compute_dtype, options_.master_dtype, options_.persistent};
     std::unique_ptr<Flat> flat;
     waiting("broadcast of the initial parameters", -1, [&] {
-      flat = std::make_unique<Flat>(unit->name, std::move(group.names), std::move(group.params),
-                                    std::move(group.full), flat_options, *transport_, windows_,
-                                    next_channel_);
+      flat =
+          std::make_unique<Flat>(unit->name, std::move(group.names), std::move(group.params),
+                                 group.values, flat_options, *transport_, windows_, next_channel_);
     });
     transport_->set_unit(next_channel_, units());
     next_channel_ += 2;

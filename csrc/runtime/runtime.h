@@ -41,11 +41,11 @@ struct RuntimeOptions {
   std::optional<c10::ScalarType> master_dtype;
 };
 
-// Parameters of one dtype that share a flat buffer, and their values in it: from Runtime::blank.
+// Parameters of one dtype that share a flat buffer, and their values.
 struct FlatParams {
   std::vector<std::string> names;
   std::vector<at::Tensor> params;
-  at::Tensor full;
+  Flat::Values values;
 };
 
 // [Note: a step]
@@ -67,8 +67,6 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   explicit Runtime(RuntimeOptions options);
   ~Runtime() override;
 
-  // Memory for the full values of parameters that will share a flat buffer.
-  Flat::Values blank(const std::vector<at::Tensor>& params) const;
   // Takes over the parameters (collective: rank 0's values are broadcast). Returns the index.
   int add_unit(std::string name, std::vector<FlatParams> flats);
   // Ends the construction.
