@@ -154,24 +154,16 @@ void bind_runtime(py::module_& m) {
            [](Runtime& self, int unit, int flat) { return self.gradients(unit, flat).dtype(); })
       .def("gradient_bytes",
            [](Runtime& self, int unit, int flat) { return self.gradients(unit, flat).bytes(); })
-      .def("main_gradient", no_gil(&Runtime::main_gradient))
-      .def("have_gradients",
-           [](Runtime& self, int unit, int flat) {
-             std::string flags;
-             const Flat& source = self.flat(unit, flat);
-             for (int64_t i = 0; i < source.size(); ++i) {
-               flags.push_back(source.param(i).grad().defined());
-             }
-             return py::bytes(flags);
+      .def("main_gradient",
+           [](Runtime& self, int unit, int flat) { return self.gradients(unit, flat).main(); })
+      .def("settle_gradients",
+           [](Runtime& self, int unit, int flat, const std::string& own) {
+             py::gil_scoped_release no_gil;
+             std::string found = self.settle_gradients(unit, flat, own);
+             py::gil_scoped_acquire gil;
+             return py::bytes(found);
            })
-      // This rank's slot of the window, for an optimizer that casts into it: see Flat::slot.
-      .def("slot",
-           [](Runtime& self, int unit, int flat) -> std::optional<at::Tensor> {
-             const at::Tensor slot = self.flat(unit, flat).slot();
-             return slot.defined() ? std::optional(slot) : std::nullopt;
-           })
-      .def("slot_written",
-           [](Runtime& self, int unit, int flat) { self.flat(unit, flat).slot_written(); })
+      .def("adamw", no_gil(&Runtime::adamw))
       .def("traffic", &traffic)
       .def("records", &records)
       .def("under_way", torch::wrap_pybind_function_no_gil(
@@ -205,6 +197,25 @@ void bind_runtime(py::module_& m) {
         self.log().reset();
         self.windows().reset_peak();
       });
+}
+
+// A hash of which objects are in a sequence, and in what order. (A copy of the addresses would be
+// exact, but large: its allocation makes malloc tidy up all that a backward has freed.)
+uint64_t identity(const py::handle& objects) {
+  const auto sequence = py::reinterpret_steal<py::object>(
+      PySequence_Fast(objects.ptr(), "expected parameters in a sequence"));
+  if (!sequence) throw py::error_already_set();
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(sequence.ptr());
+  PyObject* const* items = PySequence_Fast_ITEMS(sequence.ptr());
+  auto hash = static_cast<uint64_t>(count);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    // The finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
+    hash += reinterpret_cast<uintptr_t>(items[i]) + 0x9e3779b97f4a7c15;
+    hash = (hash ^ (hash >> 30)) * 0xbf58476d1ce4e5b9;
+    hash = (hash ^ (hash >> 27)) * 0x94d049bb133111eb;
+    hash ^= hash >> 31;
+  }
+  return hash;
 }
 
 // A CPU tensor of a meta tensor's geometry and dtype whose storage only has a size.
@@ -305,6 +316,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       },
       py::arg("numels"), py::arg("shards"), py::arg("replicas"),
       "Elements of the flat buffer of parameters with these sizes, and of each rank's shard.");
+  m.def("identity", &zerocore::identity, py::arg("objects"),
+        "A number that tells which objects are in a sequence, and in what order.");
   zerocore::ops::bind_kernels(m);
   zerocore::bind_failures(m);
   zerocore::bind_runtime(m);

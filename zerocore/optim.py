@@ -59,7 +59,7 @@ class _Buffer:
     Attributes:
         sharded, unit, flat: the flat shard; None for a parameter of its own.
         members: in the order of the flat buffer.
-        whole: whether all of the flat shard's parameters are members.
+        own: one byte for each parameter of the flat shard: whether it is a member.
         exp_avg, exp_avg_sq: moments, 1-D like `values`; None before the first step.
         counters: each member's count of steps, 0-dim; None before its first one. Members that have
             always been stepped together share one: a kernel needs to count once for all of them.
@@ -70,7 +70,7 @@ class _Buffer:
     unit: int = 0
     flat: int = 0
     members: list[_Member] = field(default_factory=list)
-    whole: bool = True
+    own: bytes = b""
     exp_avg: torch.Tensor | None = None
     exp_avg_sq: torch.Tensor | None = None
     counters: list[torch.Tensor | None] = field(default_factory=list)
@@ -93,36 +93,50 @@ class _Buffer:
         return _real(_flattened(grad))
 
     def active(self) -> bytes:
-        """One byte for each member: whether it has a gradient."""
-        if self.sharded is not None and self.whole:
-            return self.sharded.core.have_gradients(self.unit, self.flat)
-        return bytes(member.param.grad is not None for member in self.members)
+        """One byte for each parameter of the flat shard: whether it is to be stepped.
 
-    def slot(self) -> torch.Tensor | None:
-        """Where the stepped parameters go as well, rounded: this rank's slot of the window."""
-        slot = None if self.sharded is None else self.sharded.core.slot(self.unit, self.flat)
-        return slot if slot is not None and slot.dtype in _NARROW else None
+        The gradients of those are in `grads` from then on.
+        """
+        if self.sharded is not None:
+            return self.sharded.core.settle_gradients(self.unit, self.flat, self.own)
+        return bytes([self.members[0].param.grad is not None])
+
+    def step(
+        self,
+        plan: _Plan,
+        hyper: torch.Tensor,
+        scale: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        """Steps the members of `plan`; see ops.fused_adamw_."""
+        how = (self.exp_avg, self.exp_avg_sq, plan.ranges, hyper, plan.counters, scale, found_inf)
+        if self.sharded is not None:
+            self.sharded.core.adamw(self.unit, self.flat, *how, plan.active)
+            return
+        moments, rest = how[:2], how[2:]
+        ops.fused_adamw_(self.values(), self.grads(), *moments, None, *rest)
+        # The kernel wrote to its memory: tell autograd, for graphs that need the old values.
+        torch.autograd.graph.increment_version(self.members[0].param)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What to do with a buffer whose `active` members have gradients.
+    """What to do with a buffer whose `active` parameters have gradients.
 
     Attributes:
+        active: see _Buffer.active.
         ranges: int64 [k, 2], as ops.fused_adamw_ takes them.
         groups: index of the param group of each range.
         counters: step count of each range.
         spans: (start, stop) of neighbouring gradients, whatever their groups and counts, that
             tensor-parallel ranks have in the same way.
-        params: the parameters that are stepped.
     """
 
     active: bytes
     ranges: torch.Tensor
-    groups: list[int]
+    groups: tuple[int, ...]
     counters: list[torch.Tensor]
     spans: list[tuple[int, int, TensorParallel | None]]
-    params: list[torch.Tensor]
 
 
 def _same_place(a: TensorParallel | None, b: TensorParallel | None) -> bool:
@@ -156,9 +170,6 @@ def check_options(groups: Iterable[Mapping[str, Any]]) -> None:
                 raise ValueError(
                     f"zerocore.AdamW: expected no {option} in a param group, got {group[option]}"
                 )
-
-
-_NARROW = (torch.bfloat16, torch.float16)
 
 
 class AdamW(torch.optim.Optimizer):
@@ -286,9 +297,13 @@ class AdamW(torch.optim.Optimizer):
             self._planned = fingerprint
         plans = [self._plan(buffer) for buffer in self._buffers]
         scale = self._scale(plans)
+        tables: dict[tuple[int, ...], torch.Tensor] = {}  # of hyperparameters, by the groups
         for buffer, plan in zip(self._buffers, plans, strict=True):
-            if plan.params:
-                self._step_buffer(buffer, plan, scale)
+            if not plan.counters:
+                continue
+            if plan.groups not in tables:
+                tables[plan.groups] = self._hyper(plan.groups)
+            buffer.step(plan, tables[plan.groups], scale, self.skipped)
         return loss
 
     def _make_buffers(self) -> list[_Buffer]:
@@ -300,7 +315,7 @@ class AdamW(torch.optim.Optimizer):
                 width = 2 if param.is_complex() else 1
                 if sharded is None:
                     _check_dense(param)
-                    buffer = buffers[id(param), -1, -1] = _Buffer(None)
+                    buffer = buffers[id(param), -1, -1] = _Buffer(None, own=b"\1")
                     buffer.members.append(_Member(param, 0, width * param.numel()))
                     continue
                 key = (id(sharded), entry.unit, entry.flat)
@@ -312,8 +327,10 @@ class AdamW(torch.optim.Optimizer):
         for buffer in buffers.values():
             buffer.members.sort(key=lambda member: member.index)
             if buffer.sharded is not None:
-                all_params = buffer.sharded.flats[buffer.unit][buffer.flat]
-                buffer.whole = len(buffer.members) == len(all_params)
+                own = bytearray(len(buffer.sharded.flats[buffer.unit][buffer.flat]))
+                for member in buffer.members:
+                    own[member.index] = 1
+                buffer.own = bytes(own)
             self._adopt_state(buffer)
         return list(buffers.values())
 
@@ -386,7 +403,7 @@ class AdamW(torch.optim.Optimizer):
     def _plan(self, buffer: _Buffer) -> _Plan:
         active = buffer.active()
         if buffer.plan is None or buffer.plan.active != active:
-            going = [i for i, has_gradient in enumerate(active) if has_gradient]
+            going = [i for i, member in enumerate(buffer.members) if active[member.index]]
             self._separate_counters(buffer, going)
             buffer.plan = self._make_plan(buffer, active, going)
         return buffer.plan
@@ -444,37 +461,21 @@ class AdamW(torch.optim.Optimizer):
         return _Plan(
             active,
             torch.tensor(ranges, dtype=torch.int64).view(-1, 2),
-            [group for group, _ in keys],
+            tuple(group for group, _ in keys),
             [counters[counter] for _, counter in keys],
             [tuple(span) for span in spans],
-            [buffer.members[i].param for i in going],
         )
 
-    def _step_buffer(self, buffer: _Buffer, plan: _Plan, scale: torch.Tensor | None) -> None:
-        hyper = [
-            (
+    def _hyper(self, groups: tuple[int, ...]) -> torch.Tensor:
+        """The rows of these param groups, as ops.fused_adamw_ takes them."""
+        row_of = {}
+        for g in set(groups):
+            group = self.param_groups[g]
+            row_of[g] = (
                 float(group["lr"]),
                 *group["betas"],
                 group["eps"],
                 group["weight_decay"],
                 float(group["decoupled"]),
             )
-            for group in (self.param_groups[g] for g in plan.groups)
-        ]
-        slot = buffer.slot()
-        ops.fused_adamw_(
-            buffer.values(),
-            buffer.grads(),
-            buffer.exp_avg,
-            buffer.exp_avg_sq,
-            slot,
-            plan.ranges,
-            torch.tensor(hyper, dtype=torch.float64),
-            plan.counters,
-            scale,
-            self.skipped,
-        )
-        # The kernel wrote to the flat shard: tell autograd, for graphs that need the old values.
-        torch.autograd.graph.increment_version(plan.params)
-        if slot is not None:
-            buffer.sharded.core.slot_written(buffer.unit, buffer.flat)
+        return torch.tensor(list(map(row_of.__getitem__, groups)), dtype=torch.float64)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from zerocore import _C
 from zerocore.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
@@ -86,8 +87,7 @@ def replaced_name(param: torch.Tensor) -> str | None:
 
 def fingerprint(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
     """Changes when the optimizer gets other parameters, or when any are taken over by `shard`."""
-    groups = (group["params"] for group in optimizer.param_groups)
-    return (_added, *(number for params in groups for number in (len(params), *map(id, params))))
+    return (_added, *[_C.identity(group["params"]) for group in optimizer.param_groups])
 
 
 def add_model(model: nn.Module, sharded: Sharded) -> None:

@@ -12,6 +12,8 @@
 #include <numeric>
 #include <utility>
 
+#include "runtime/prefetch.h"
+
 namespace zerocore {
 namespace {
 
@@ -194,6 +196,8 @@ void Flat::make_views() {
   for (int64_t i = 0; i < size(); ++i) {
     window_views_.push_back(full_view(window_, i));
     shard_views_.push_back(shard_view(shard_, i));
+    const at::Tensor& own = shard_views_.back();
+    places_.push_back({own.storage_offset(), at::DimVector(own.sizes())});
     if (options_.persistent && layout_.shards() == 1) continue;  // never out of reach
     // As large as the parameter: a view of it may be made, and fails only when it is read.
     const std::string message =
@@ -248,14 +252,17 @@ int64_t Flat::window_bytes() const {
 bool Flat::adopt_replaced() {
   if (view_ != View::shard) return false;
   at::NoGradGuard no_grad;
+  for (const at::Tensor& param : params_) prefetch_geometry(param);
+  const c10::StorageImpl* storage = shard_.storage().unsafeGetStorageImpl();
   bool changed = false;
   for (int64_t i = 0; i < size(); ++i) {
     const at::Tensor& param = params_[i];
-    const at::Tensor& own = shard_views_[i];
-    if (param.storage().unsafeGetStorageImpl() == shard_.storage().unsafeGetStorageImpl() &&
-        param.storage_offset() == own.storage_offset() && param.sizes() == own.sizes()) {
+    const Place& place = places_[i];
+    if (param.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl() == storage &&
+        param.storage_offset() == place.offset && param.sizes().equals(place.sizes)) {
       continue;
     }
+    const at::Tensor& own = shard_views_[i];
     TORCH_CHECK_VALUE(param.sizes() == own.sizes() && param.scalar_type() == own.scalar_type(),
                       "zerocore: the data of '", names_[i], "' was replaced: expected ",
                       own.scalar_type(), " of this rank's shape ", own.sizes(), ", got ",
@@ -286,6 +293,13 @@ void Flat::show(View view) {
   }
   view_ = view;
   shown_versions_ = versions();
+}
+
+void Flat::tell_written(const std::string& params) {
+  for (int64_t i = 0; i < size(); ++i) {
+    c10::TensorImpl* param = params_[i].unsafeGetTensorImpl();
+    if (params.at(i) && param->version_counter().enabled()) param->bump_version();
+  }
 }
 
 int64_t Flat::versions() const {

@@ -1,6 +1,7 @@
 // A flat buffer of parameters: this rank's shard, the window, and what the parameters show of them.
 #pragma once
 
+#include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
 
 #include <memory>
@@ -62,6 +63,8 @@ class Flat {
   const std::string& unit() const { return unit_; }
   int64_t size() const { return static_cast<int64_t>(params_.size()); }
   const at::Tensor& param(int64_t i) const { return params_.at(i); }
+  // As param(i).grad(), which also looks whether it is a leaf.
+  const at::Tensor& grad(int64_t i) const { return params_.at(i).unsafeGetTensorImpl()->grad(); }
   const std::string& name(int64_t i) const { return names_.at(i); }
   const at::Tensor& shard() const { return shard_; }
   Transport& transport() const { return transport_; }
@@ -86,6 +89,9 @@ class Flat {
   void invalidate();
   // An optimizer has changed the shard.
   void stepped();
+  // A kernel has written to the shard of these parameters, one byte for each: tells autograd, for
+  // graphs that need the old values.
+  void tell_written(const std::string& params);
   // Sum of the parameters' version counters: changes when an operator writes to one of them.
   int64_t versions() const;
 
@@ -159,6 +165,12 @@ class Flat {
   std::vector<at::Tensor> shard_views_;   // N-D, of shard_
   std::vector<at::Tensor> window_views_;  // N-D, of window_
   std::vector<at::Tensor> guards_;        // N-D, of nothing
+  // Geometry of shard_views_, side by side: looking at the views would cost a cache miss for each.
+  struct Place {
+    int64_t offset;
+    at::DimVector sizes;
+  };
+  std::vector<Place> places_;
   View view_ = View::original;
   Lease lease_;
   std::optional<c10::Stream> reader_;  // the stream that uses the window

@@ -343,8 +343,8 @@ void Gradients::require_reduced() const {
   for (int64_t i = 0; i < flat_.size(); ++i) {
     const Kept shows = slots_[i].shows;
     const bool waits = shows == Kept::local || shows == Kept::partial;
-    TORCH_CHECK(!waits || !flat_.param(i).grad().defined(), "zerocore: the gradient of '",
-                flat_.name(i), "' was never reduced over the ranks; expected the last backward ",
+    TORCH_CHECK(!waits || !flat_.grad(i).defined(), "zerocore: the gradient of '", flat_.name(i),
+                "' was never reduced over the ranks; expected the last backward ",
                 "before a step or clipping outside of zerocore.no_sync()");
   }
 }
@@ -353,7 +353,7 @@ void Gradients::settle() {
   at::NoGradGuard no_grad;
   make(main_);
   for (int64_t i = 0; i < flat_.size(); ++i) {
-    const at::Tensor& grad = flat_.param(i).grad();
+    const at::Tensor& grad = flat_.grad(i);
     if (!grad.defined()) {
       flat_.shard_view(main_, i).zero_();
     } else if (grad.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl() !=

@@ -107,8 +107,15 @@ class Runtime : public Windows, public std::enable_shared_from_this<Runtime> {
   // An optimizer is about to change shards. Throws if gradients wait for their reduction.
   void before_step();
   void after_step(int unit, int flat);
-  // Moves what is in `p.grad` into the main gradient, which is returned; see Gradients::settle.
-  at::Tensor main_gradient(int unit, int flat);
+  // Which of the parameters `own` have a gradient; one byte for each parameter of the flat buffer.
+  // If any has, what is in `p.grad` is moved into the main gradient: see Gradients::settle.
+  std::string settle_gradients(int unit, int flat, const std::string& own);
+  // ops::fused_adamw_ on the shard and the main gradient, of complex numbers as pairs of real ones,
+  // and into the slot if there is one. stepped: as from settle_gradients, called before.
+  void adamw(int unit, int flat, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
+             const at::Tensor& ranges, const at::Tensor& hyper,
+             const std::vector<at::Tensor>& counters, const std::optional<at::Tensor>& grad_scale,
+             const std::optional<at::Tensor>& found_inf, const std::string& stepped);
 
   // What is done with the whole model outside of its passes, for the log.
   void begin_span(const std::string& kind, int unit);
