@@ -12,8 +12,6 @@
 #include <numeric>
 #include <utility>
 
-#include "runtime/prefetch.h"
-
 namespace zerocore {
 namespace {
 
@@ -252,7 +250,6 @@ int64_t Flat::window_bytes() const {
 bool Flat::adopt_replaced() {
   if (view_ != View::shard) return false;
   at::NoGradGuard no_grad;
-  for (const at::Tensor& param : params_) prefetch_geometry(param);
   const c10::StorageImpl* storage = shard_.storage().unsafeGetStorageImpl();
   bool changed = false;
   for (int64_t i = 0; i < size(); ++i) {

@@ -2,7 +2,6 @@
 #include <ATen/ops/view_as_real.h>
 
 #include "ops/ops.h"
-#include "runtime/prefetch.h"
 #include "runtime/runtime.h"
 
 namespace zerocore {
@@ -42,11 +41,9 @@ std::string Runtime::settle_gradients(int unit, int flat, const std::string& own
   const Flat& source = this->flat(unit, flat);
   std::string found = own;
   bool any = false;
-  for (int64_t i = 0; i < source.size(); ++i) prefetch_grad(source.param(i));
   for (int64_t i = 0; i < source.size(); ++i) {
     found.at(i) = found[i] && source.grad(i).defined();
     any = any || found[i];
-    if (found[i]) prefetch_storage(source.grad(i));
   }
   if (any) gradients(unit, flat).settle();
   return found;
