@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -35,15 +37,31 @@ def train(ranks: int, rank: int, stage: int) -> tuple[str, dict[str, Collectives
     return found
 
 
-def serve(pipe: multiprocessing.connection.Connection, *args: int) -> None:
+def save(rank: int) -> list[str]:
+    """What saving and loading say."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+    model = zerocore.shard(nn.Linear(WIDTH, WIDTH), 3)
+    texts = []
+    for function in (zerocore.save, zerocore.load):
+        with pytest.raises(RuntimeError) as error:
+            function("nowhere", model)
+        texts.append(str(error.value))
+    return texts
+
+
+def serve(
+    pipe: multiprocessing.connection.Connection, case: Callable[..., Any], args: tuple[int, ...]
+) -> None:
     torch.set_num_threads(1)
-    pipe.send(train(*args))
+    pipe.send(case(*args))
 
 
-def in_a_process(*args: int) -> tuple[str, dict[str, Collectives], list[int]]:
+def in_a_process(case: Callable[..., Any], *args: int) -> Any:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=serve, args=(there, *args))
+    process = context.Process(target=serve, args=(there, case, args))
     process.start()
     there.close()
     try:
@@ -55,7 +73,7 @@ def in_a_process(*args: int) -> tuple[str, dict[str, Collectives], list[int]]:
 
 @pytest.mark.parametrize(("ranks", "rank", "stage"), [(8, 3, 3), (8, 0, 2), (1024, 1023, 3)])
 def test_a_rank_without_others_does_what_it_would_do_with_them(ranks, rank, stage):
-    backend, sent, shards = in_a_process(ranks, rank, stage)
+    backend, sent, shards = in_a_process(train, ranks, rank, stage)
     assert backend == "fake"
     # 16 elements for each rank are the least that a flat buffer has.
     padded = max(WIDTH * WIDTH, 16 * ranks)
@@ -66,3 +84,12 @@ def test_a_rank_without_others_does_what_it_would_do_with_them(ranks, rank, stag
     assert sent["all_gather"] == Collectives(gathers, gathers * part, 4 * gathers * part)
     scatters = STEPS * LAYERS
     assert sent["reduce_scatter"] == Collectives(scatters, scatters * part, 4 * scatters * part)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_without_others_saves_nothing(rank):
+    assert in_a_process(save, rank) == [
+        f"zerocore.{name}: expected ranks that are there, got a fake process group, whose other "
+        "ranks have no part to save or load"
+        for name in ("save", "load")
+    ]

@@ -262,3 +262,28 @@ def test_state_of_a_submodule(ranks):
     for block, prefixed in ranks(2, submodule_state):
         assert_same(block, plain.blocks[1].state_dict())
         assert_same(prefixed, plain.state_dict(prefix="outer."))
+
+
+class Twice(torch.nn.Module):
+    """A parameter under two names of one module."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Parameter(torch.randn(6, 5))
+        self.other = torch.nn.Linear(5, 3)
+        self.second = self.first
+
+
+def load_twice(stage):
+    """What a model with other values has after it loaded `Twice()`'s state."""
+    torch.manual_seed(0)
+    expected = Twice().state_dict()
+    model = zerocore.shard(Twice(), stage)
+    model.load_state_dict(expected)
+    return zerocore.full_state_dict(model), expected
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_with_two_names_in_one_module_loads(ranks, stage):
+    for state, expected in ranks(3, load_twice, stage):
+        assert_same(state, expected)

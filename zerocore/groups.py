@@ -339,8 +339,14 @@ def checkpoint_groups(caller: str, models: list[Groups], others: list[int]) -> G
         others: ranks that this one shares parameters with by tensor parallelism.
 
     Raises:
+        RuntimeError: in a dry run.
         ValueError: if a model is on some of the ranks only: each may have another copy of it.
     """
+    if is_fake():
+        raise RuntimeError(
+            f"{caller}: expected ranks that are there, got a fake process group, whose other ranks "
+            "have no part to save or load"
+        )
     outer = widest(models)
     for groups in models:
         if sorted(groups.ranks.all) != sorted(outer.ranks.all):

@@ -103,7 +103,8 @@ class StateHooks:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        for name, param in module.named_parameters(recurse=False):
+        # A parameter may have several names here.
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             entry = registry.entry_of(param)
             key = prefix + name
             if entry is None or entry.sharded() is not self._sharded or key not in state:

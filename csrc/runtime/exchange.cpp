@@ -150,8 +150,9 @@ void Exchange::read(const Offer& offer) {
     read_memory(peers_->process(offer.peer), address, offer.target.mutable_data_ptr(),
                 static_cast<int64_t>(offer.target.nbytes()));
   } catch (const std::system_error& error) {
-    TORCH_CHECK_WITH(DistBackendError, false, "zerocore: expected to read what rank ", offer.peer,
-                     " of the process group has offered, got an error: ", error.what());
+    TORCH_CHECK_WITH(DistBackendError, false, "zerocore: expected to read what process ",
+                     peers_->process(offer.peer), " (rank ", offer.peer,
+                     " of its process group) has offered, got an error: ", error.what());
   }
   answers_.push_back(on(*poster_, [group = peers_->group(), peer = offer.peer, tag = tags_.read] {
     std::vector<at::Tensor> answer{at::zeros({1}, at::kByte)};
