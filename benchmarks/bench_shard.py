@@ -241,7 +241,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
     rows = []
     for case, runs in in_turns(without, 1).items():
         rows += rows_of_meta(case, runs, limits=case == large)
-    real = Case(5 * 10**7 if quick else 2 * 10**8, 16, 2, gloo=True)
+    real = Case(10**8 if quick else 2 * 10**8, 16, 2, gloo=True)
     within = [real, replace(real, ranks=8, gloo=False)]
     if not quick:
         within += [replace(real, stage=stage) for stage in (2, 1, 0)]

@@ -70,6 +70,12 @@ Peers::Peers(GroupPtr group) : group_(std::move(group)), processes_(size(), 0) {
     readable.data_ptr<uint8_t>()[peer] = can_read(introduction_in(all[peer]));
   }
   const std::vector<at::Tensor> theirs = gather(group_, readable);
+  all_ = true;
+  for (int a = 0; a < size(); ++a) {
+    for (int b = 0; b < size(); ++b) {
+      all_ = all_ && (a == b || theirs[a].const_data_ptr<uint8_t>()[b] != 0);
+    }
+  }
   for (int peer = 0; peer < size(); ++peer) {
     const bool both = readable.const_data_ptr<uint8_t>()[peer] != 0 &&
                       theirs[peer].const_data_ptr<uint8_t>()[rank()] != 0;
@@ -83,6 +89,8 @@ bool Peers::reads(int peer, int64_t bytes) const {
 }
 
 bool Peers::reads_any(int64_t bytes) const { return any_ && bytes >= kReadBytes; }
+
+bool Peers::reads_all(int64_t bytes) const { return all_ && bytes >= kReadBytes; }
 
 Exchange::Exchange(std::shared_ptr<Worker> poster, std::shared_ptr<const Peers> peers, Tags tags,
                    Buffer to, Buffer from)
@@ -106,6 +114,7 @@ Exchange::Messages Exchange::post(const Peers& peers, Tags tags, const Buffer& t
   for (int step = 1; step < size; ++step) {
     const int peer = (rank + size - step) % size;
     const at::Tensor target = from(peer);
+    if (!target.defined()) continue;
     if (peers.reads(peer, static_cast<int64_t>(target.nbytes()))) {
       const at::Tensor address = at::empty({1}, at::kLong);
       messages.offers.push_back({peer, receive(address, peer, tags.data), address, target});
@@ -116,6 +125,7 @@ Exchange::Messages Exchange::post(const Peers& peers, Tags tags, const Buffer& t
   for (int step = 1; step < size; ++step) {
     const int peer = (rank + step) % size;
     std::vector<at::Tensor> buffer{to(peer)};
+    if (!buffer[0].defined()) continue;
     if (peers.reads(peer, static_cast<int64_t>(buffer[0].nbytes()))) {
       messages.kept.push_back(buffer[0]);
       const at::Tensor answer = at::empty({1}, at::kByte);

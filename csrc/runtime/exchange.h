@@ -31,12 +31,15 @@ class Peers {
   bool reads(int peer, int64_t bytes) const;
   // Whether they are between this rank and any.
   bool reads_any(int64_t bytes) const;
+  // Whether they are between all ranks. All agree.
+  bool reads_all(int64_t bytes) const;
   int64_t process(int peer) const { return processes_[static_cast<size_t>(peer)]; }
 
  private:
   GroupPtr group_;
   std::vector<int64_t> processes_;  // of ranks that read and are read; else 0
   bool any_ = false;
+  bool all_ = false;
 };
 
 // gloo matches messages of one tag in their order.
@@ -45,8 +48,8 @@ struct Tags {
   int read;  // that it has been read
 };
 
-// One message to and one from each peer. Where ranks read each other's memory, the message says
-// where the data is, and is answered by one that says that it has been read.
+// At most one message to and one from each peer. Where ranks read each other's memory, the message
+// says where the data is, and is answered by one that says that it has been read.
 //
 //   this rank                              peer
 //   post:     its address            -->   receive: reads the data from there
@@ -58,7 +61,7 @@ class Exchange {
   using Buffer = std::function<at::Tensor(int peer)>;
 
   // Posts the messages on a thread of its own [Note: posting]. to, from: what is sent to each peer,
-  // and where what it sends is put; called on that thread.
+  // and where what it sends is put, or undefined tensors; called on that thread.
   Exchange(std::shared_ptr<Worker> poster, std::shared_ptr<const Peers> peers, Tags tags, Buffer to,
            Buffer from);
   Exchange(const Exchange&) = delete;

@@ -55,7 +55,7 @@ class FuturePending : public Pending {
 };
 
 // The purposes that may be under way at once on one channel get tags of their own.
-enum class Purpose { gather, scatter, replica_scatter, replica_gather, count };
+enum class Purpose { gather, scatter, replica_scatter, replica_gather, broadcast, count };
 
 // gloo matches messages of one tag in their order. Generations come back after a while, when
 // nothing of the old one is left.
@@ -222,11 +222,25 @@ class PairwiseTransport : public Transport {
     for (const PeersPtr& peers : {replicate_peers_, shard_peers_}) {
       if (!peers || buffer.numel() == 0) continue;
       count("broadcast", buffer, buffer.numel());
-      peers->group()->broadcast(bytes)->wait();
+      if (peers->reads_all(static_cast<int64_t>(buffer.nbytes()))) {
+        read_from_first(peers, buffer);
+      } else {
+        peers->group()->broadcast(bytes)->wait();
+      }
     }
   }
 
  private:
+  void read_from_first(const PeersPtr& peers, const at::Tensor& buffer) {
+    const bool first = peers->rank() == 0;
+    const int channel = peers == shard_peers_ ? shard_channel_ : replicate_channel_;
+    Exchange exchange(
+        poster_, peers, Channel{channel, generation_}.tags(Purpose::broadcast),
+        [=](int) { return first ? buffer : at::Tensor(); },
+        [=](int peer) { return peer == 0 ? buffer : at::Tensor(); });
+    exchange.drain();
+  }
+
   std::unique_ptr<Pending> start_reduce(const at::Tensor& packed, const PeersPtr& replicas,
                                         const at::Tensor& partial, const at::Tensor& out,
                                         bool accumulate, int channel) {
