@@ -6,6 +6,7 @@
 
 #include <csignal>
 #include <cstdlib>
+#include <cstring>
 #include <numeric>
 #include <system_error>
 #include <vector>
@@ -30,7 +31,9 @@ class Child {
       if (write(pipes[1], &report, sizeof(report)) != sizeof(report)) _exit(1);
       while (true) pause();
     }
-    CHECK(read(pipes[0], &report_, sizeof(report_)) == sizeof(report_));
+    char bytes[sizeof(Report)];
+    CHECK(read(pipes[0], bytes, sizeof(bytes)) == sizeof(bytes));
+    std::memcpy(&report_, bytes, sizeof(bytes));
     close(pipes[0]);
     close(pipes[1]);
   }
