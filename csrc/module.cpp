@@ -101,7 +101,7 @@ void bind_runtime(py::module_& m) {
            py::arg("persistent"), py::arg("reshard_after_forward"), py::arg("prefetch"),
            py::arg("max_window_bytes"), py::arg("register_windows"), py::arg("launch_bytes"),
            py::arg("compute_dtype"), py::arg("reduce_dtype"), py::arg("accumulate_dtype"),
-           py::arg("master_dtype"))
+           py::arg("master_dtype"), py::call_guard<py::gil_scoped_release>())
       .def("add_unit", torch::wrap_pybind_function_no_gil(&add_unit))
       .def("seal", no_gil(&Runtime::seal))
       .def("add_nested", no_gil(&Runtime::add_nested))

@@ -128,6 +128,39 @@ class Options:
         return dataclasses.replace(self, stage=stage, lifetimes=policy.STAGES[stage])
 
 
+def _make_core(groups: Groups, device: torch.device, options: Options, channels: int) -> _C.Runtime:
+    """The C++ runtime. A collective over the ranks of each group."""
+    mixed = options.mixed_precision
+    shard_channel, replicate_channel = reserve_channels(groups.ranks, channels)
+    # gloo's own collectives move more than they need to, see pairwise.cpp.
+    pairwise = groups.backend == "gloo"
+    return _C.Runtime(
+        shard_group=groups.shard.group_name if groups.shard else "",
+        replicate_group=groups.replicate.group_name if groups.replicate else "",
+        reduce_shard_group=groups.reduce_shard.group_name if groups.reduce_shard else "",
+        reduce_replicate_group=(
+            groups.reduce_replicate.group_name if groups.reduce_replicate else ""
+        ),
+        control=groups.host,
+        log=groups.journal.log,
+        fault=groups.journal.fault,
+        shard_channel=shard_channel,
+        replicate_channel=replicate_channel,
+        device=device,
+        pairwise=pairwise,
+        persistent=options.lifetimes.full_parameters_stay,
+        reshard_after_forward=options.reshard_after_forward,
+        prefetch=options.prefetch,
+        max_window_bytes=options.max_window_bytes,
+        register_windows=options.register_windows,
+        launch_bytes=0 if pairwise else policy.LAUNCH_BYTES,
+        compute_dtype=mixed.param if mixed else None,
+        reduce_dtype=(mixed.reduce or mixed.param) if mixed else None,
+        accumulate_dtype=mixed.accumulate if mixed else None,
+        master_dtype=mixed.master if mixed else None,
+    )
+
+
 class Sharded:
     """The state of one `zerocore.shard` call.
 
@@ -179,37 +212,10 @@ class Sharded:
             dict.fromkeys(how.groups for how in tensor_parallel.values())
         )
         self._warned = False
-        mixed = options.mixed_precision
         # Two a flat buffer: windows and reductions, and full parameters in their own dtype.
         channels = 2 * sum(len(plan.flats()) for plan in plans)
-        shard_channel, replicate_channel = reserve_channels(groups.ranks, channels)
-        # gloo's own collectives move more than they need to, see pairwise.cpp.
-        pairwise = groups.backend == "gloo"
-        self.core = _C.Runtime(
-            shard_group=groups.shard.group_name if groups.shard else "",
-            replicate_group=groups.replicate.group_name if groups.replicate else "",
-            reduce_shard_group=groups.reduce_shard.group_name if groups.reduce_shard else "",
-            reduce_replicate_group=(
-                groups.reduce_replicate.group_name if groups.reduce_replicate else ""
-            ),
-            control=groups.host,
-            log=groups.journal.log,
-            fault=groups.journal.fault,
-            shard_channel=shard_channel,
-            replicate_channel=replicate_channel,
-            device=device,
-            pairwise=pairwise,
-            persistent=options.lifetimes.full_parameters_stay,
-            reshard_after_forward=options.reshard_after_forward,
-            prefetch=options.prefetch,
-            max_window_bytes=options.max_window_bytes,
-            register_windows=options.register_windows,
-            launch_bytes=0 if pairwise else policy.LAUNCH_BYTES,
-            compute_dtype=mixed.param if mixed else None,
-            reduce_dtype=(mixed.reduce or mixed.param) if mixed else None,
-            accumulate_dtype=mixed.accumulate if mixed else None,
-            master_dtype=mixed.master if mixed else None,
-        )
+        with groups.journal.collective("zerocore.shard"):  # ranks find out how to reach each other
+            self.core = _make_core(groups, device, options, channels)
         groups.journal.units = self.units
         groups.journal.core = weakref.ref(self.core)
         for plan in plans:
@@ -222,6 +228,7 @@ class Sharded:
             for module in plan.modules:
                 self._hook_unit(module, unit)
         values.take_buffers(device)
+        mixed = options.mixed_precision
         self.buffers = Buffers(registry.own_modules(model), mixed.buffer if mixed else None)
         _refuse_copies(model)
         registry.add_model(model, self)
