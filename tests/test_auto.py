@@ -35,7 +35,7 @@ def chosen(free, least=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("bytes_per_parameter", "stage"), [(100, 0), (48, 0), (40, 1), (35, 1), (31, 3)]
+    ("bytes_per_parameter", "stage"), [(100, 0), (36, 0), (32, 1), (24, 1), (21, 3)]
 )
 def test_the_lowest_stage_that_fits(ranks, bytes_per_parameter, stage):
     # Half of it counts for state; on one host the two ranks share what is free, and the model that
