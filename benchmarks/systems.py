@@ -3,7 +3,7 @@
 All step with AdamW (lr 1e-3, weight decay 0.01, fused) and compute in the dtype that is asked for.
 In bf16 all but "alone" keep fp32 parameters to step: FSDP2, DeepSpeed and zerocore compute with
 bf16 copies and send bf16 gradients; DDP computes under autocast and sends bf16 by a hook of
-torch (without the hook, or in fp32 altogether, its steps take longer).
+torch.
 """
 
 from __future__ import annotations
@@ -78,9 +78,12 @@ def build(system: System) -> tuple[nn.Module, Step]:
     return _zerocore(model, bf16, stage)
 
 
-def _training_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+def _training_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, autocast: bool = False
+) -> Step:
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = model(tokens, targets)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(tokens, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -115,20 +118,10 @@ def _ddp(model: nn.Module, bf16: bool, zero: bool) -> tuple[nn.Module, Step]:
         )
     else:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
-    if not bf16:
-        return model, _training_step(model, optimizer)
-    # DDP knows this hook by its name, and takes it with NCCL only; gloo can do it as well.
-    model.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
-
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(tokens, targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return model, step
+    if bf16:
+        # DDP knows this hook by its name, and takes it with NCCL only; gloo can do it as well.
+        model.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
+    return model, _training_step(model, optimizer, autocast=bf16)
 
 
 def _fsdp2(model: nn.Module, bf16: bool, keep: bool) -> tuple[nn.Module, Step]:
