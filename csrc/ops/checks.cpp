@@ -3,12 +3,24 @@
 #include <ATen/MemoryOverlap.h>
 #include <c10/util/Exception.h>
 
+#include <ostream>
 #include <string>
 
 namespace zerocore::ops {
 namespace {
 
-void check_contiguous(const char* op, const std::string& name, const at::Tensor& tensor) {
+// A name for error messages: put together only when there is one.
+struct Element {
+  const char* list;
+  size_t index;
+};
+
+std::ostream& operator<<(std::ostream& out, const Element& element) {
+  return out << element.list << "[" << element.index << "]";
+}
+
+template <class Name>
+void check_contiguous(const char* op, const Name& name, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.is_contiguous(), op, ": expected ",
                     name, " to be a contiguous tensor, got shape ", tensor.sizes(),
                     tensor.layout() == at::kStrided ? c10::str(" with strides ", tensor.strides())
@@ -21,20 +33,23 @@ void check_flat(const char* op, const char* name, const at::Tensor& tensor) {
                     tensor.sizes());
 }
 
-void check_device(const char* op, const std::string& name, const at::Tensor& tensor,
-                  const char* like_name, const at::Tensor& like) {
+template <class Name>
+void check_device(const char* op, const Name& name, const at::Tensor& tensor, const char* like_name,
+                  const at::Tensor& like) {
   TORCH_CHECK_VALUE(tensor.device() == like.device(), op, ": expected ", name, " on the device of ",
                     like_name, " (", like.device(), "), got ", tensor.device());
 }
 
-void check_numel(const char* op, const std::string& name, const at::Tensor& tensor,
-                 const char* like_name, int64_t numel) {
+template <class Name>
+void check_numel(const char* op, const Name& name, const at::Tensor& tensor, const char* like_name,
+                 int64_t numel) {
   TORCH_CHECK_VALUE(tensor.numel() == numel, op, ": expected ", name, " to have the ", numel,
                     " elements of ", like_name, ", got ", tensor.numel());
 }
 
 // A cast that torch would refuse in place: complex to real, floating to integer.
-void check_cast(const char* op, const std::string& name, at::ScalarType from, at::ScalarType to) {
+template <class Name>
+void check_cast(const char* op, const Name& name, at::ScalarType from, at::ScalarType to) {
   TORCH_CHECK_VALUE(c10::canCast(from, to), op, ": expected ", name,
                     " of a dtype that can be cast to out's (", to, "), got ", from);
 }
@@ -51,7 +66,8 @@ void check_adamw_array(const char* name, const at::Tensor& tensor, const at::Ten
                     " to be floating point, got ", tensor.scalar_type());
 }
 
-void check_one_float(const std::string& name, const at::Tensor& tensor, const at::Tensor& param) {
+template <class Name>
+void check_one_float(const Name& name, const at::Tensor& tensor, const at::Tensor& param) {
   check_device(kAdamW, name, tensor, "param", param);
   TORCH_CHECK_VALUE(tensor.numel() == 1 && tensor.scalar_type() == at::kFloat, kAdamW,
                     ": expected ", name, " to be one float32 element, got shape ", tensor.sizes(),
@@ -70,7 +86,7 @@ void check_steps(at::TensorList steps, int64_t rows, const at::Tensor& param) {
                     ": expected steps to have one tensor per row of ranges (", rows, "), got ",
                     steps.size());
   for (size_t i = 0; i < steps.size(); ++i) {
-    check_one_float(c10::str("steps[", i, "]"), steps[i], param);
+    check_one_float(Element{"steps", i}, steps[i], param);
   }
 }
 
@@ -120,7 +136,7 @@ void check_pack(const at::Tensor& out, const OptionalTensors& inputs, at::IntArr
     if (!input.has_value() || !input->defined()) {
       continue;
     }
-    const std::string name = c10::str("inputs[", i, "]");
+    const Element name{"inputs", i};
     TORCH_CHECK_VALUE(input->layout() == at::kStrided, kPack, ": expected ", name,
                       " to be a strided tensor, got layout ", input->layout());
     check_device(kPack, name, *input, "out", out);
@@ -171,7 +187,7 @@ void check_sum_shards(const at::Tensor& out, at::TensorList shards) {
   TORCH_CHECK_VALUE(!shards.empty(), kSumShards, ": expected at least one shard, got none");
   const at::ScalarType dtype = shards[0].scalar_type();
   for (size_t i = 0; i < shards.size(); ++i) {
-    const std::string name = c10::str("shards[", i, "]");
+    const Element name{"shards", i};
     check_contiguous(kSumShards, name, shards[i]);
     check_device(kSumShards, name, shards[i], "out", out);
     check_numel(kSumShards, name, shards[i], "out", out.numel());
