@@ -1,6 +1,6 @@
 // The process group's own collectives, on streams, for NCCL and HCCL (and for fake groups).
 
-#include <ATen/core/grad_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/view_as_real.h>
 #include <c10/core/InferenceMode.h>
@@ -219,8 +219,9 @@ class NativeTransport : public Transport {
  private:
   template <class Collectives>
   void send(Launch& launch, const c10::Stream& stream, const Collectives& collectives) {
-    const at::NoGradGuard no_grad;
     const c10::InferenceMode normal(false);
+    // Views of flat buffers, and writes to them, are no business of autograd's.
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const c10::StreamGuard on(stream);
     const int64_t number = launches_++;
     if (times_.on()) times_.begin(number, stream);
