@@ -147,9 +147,11 @@ ops::OptionalTensors Gradients::take_fresh() {
     TORCH_CHECK(!grad.defined() || grad.layout() == at::kStrided, "zerocore: the gradient of '",
                 flat_.name(i), "': expected a dense one, got ", grad.layout(),
                 "; use nn.Embedding(sparse=False)");
-    grads.push_back(grad.defined() ? std::optional(grad.permute(flat_.memory_order(i)))
-                                   : std::nullopt);
-    grad = at::Tensor();
+    at::Tensor fresh = std::exchange(grad, at::Tensor());
+    const at::IntArrayRef order = flat_.memory_order(i);
+    if (fresh.defined() && !std::is_sorted(order.begin(), order.end()))
+      fresh = fresh.permute(order);
+    grads.push_back(fresh.defined() ? std::optional(std::move(fresh)) : std::nullopt);
   }
   return grads;
 }
