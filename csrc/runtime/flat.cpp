@@ -132,8 +132,8 @@ void Flat::make_window() {
   window_ = options_.persistent
                 ? at::zeros({layout_.total()}, options.dtype(compute_dtype_))
                 : without_memory(device, layout_.total(), compute_dtype_, released_message_);
-  shard_ = shard_is_slot_ ? own_slot(window_)
-                          : at::empty({layout_.shard_numel()}, options.dtype(shard_dtype_));
+  slot_ = own_slot(window_);
+  shard_ = shard_is_slot_ ? slot_ : at::empty({layout_.shard_numel()}, options.dtype(shard_dtype_));
 }
 
 // The flat buffer of the originals never exists as a whole: it comes in pieces, of which each rank
@@ -219,8 +219,8 @@ at::Tensor Flat::shard_view(const at::Tensor& buffer, int64_t i) const {
   if (layout_.shards() == 1) return make_view(buffer, layout_.offset(i), sizes_[i], strides_[i]);
   const Range range = layout_.within_shard(i, transport_.shard_rank());
   // The original's number of dimensions, so that rules such as `p.dim() >= 2` still hold.
-  std::vector<int64_t> sizes(sizes_[i].size(), 1);
-  std::vector<int64_t> strides(sizes_[i].size(), 1);
+  at::DimVector sizes(sizes_[i].size(), 1);
+  at::DimVector strides(sizes_[i].size(), 1);
   if (!sizes.empty()) {
     sizes[0] = range.size();
   } else if (range.size() == 0) {
@@ -289,7 +289,7 @@ void Flat::show(View view) {
     params_[i].unsafeGetTensorImpl()->shallow_copy_from(targets.at(i).getIntrusivePtr());
   }
   view_ = view;
-  shown_versions_ = versions();
+  if (view == View::window) shown_versions_ = versions();
 }
 
 void Flat::tell_written(const std::string& params) {
@@ -301,7 +301,9 @@ void Flat::tell_written(const std::string& params) {
 
 int64_t Flat::versions() const {
   int64_t sum = 0;
-  for (const at::Tensor& param : params_) sum += param._version();
+  for (const at::Tensor& param : params_) {
+    sum += param.unsafeGetTensorImpl()->version_counter().current_version();
+  }
   return sum;
 }
 
@@ -322,7 +324,7 @@ void Flat::stepped() {
 
 at::Tensor Flat::slot() const {
   const bool cast = options_.persistent && !shard_is_slot_ && slot_versions_ == versions();
-  return cast ? own_slot(window_) : at::Tensor();
+  return cast ? slot_ : at::Tensor();
 }
 
 void Flat::slot_written() {
@@ -343,7 +345,7 @@ bool Flat::start_gather() {
   }
   const c10::StreamGuard on(stream);
   drain();
-  if (!shard_is_slot_ && !slot().defined()) own_slot(window_).copy_(shard_);
+  if (!shard_is_slot_ && !slot().defined()) slot_.copy_(shard_);
   gather_ = transport_.all_gather(window_, channel_);
   gathered_versions_ = slot_versions_ = versions();
   slot_kept_ = false;

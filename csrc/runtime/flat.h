@@ -162,6 +162,7 @@ class Flat {
 
   at::Tensor shard_;                      // 1-D
   at::Tensor window_;                     // 1-D, shards() slots
+  at::Tensor slot_;                       // 1-D, this rank's slot of it
   std::vector<at::Tensor> shard_views_;   // N-D, of shard_
   std::vector<at::Tensor> window_views_;  // N-D, of window_
   std::vector<at::Tensor> guards_;        // N-D, of nothing
@@ -177,7 +178,7 @@ class Flat {
   std::unique_ptr<Pending> gather_;
   bool fresh_ = false;
   bool written_ = false;
-  int64_t shown_versions_ = 0;     // versions() when the view was switched
+  int64_t shown_versions_ = 0;     // versions() when the window was shown
   int64_t gathered_versions_ = 0;  // versions() when the window was gathered
   int64_t slot_versions_ = -1;     // versions() when the slot was the shard, cast
   bool slot_stepped_ = false;      // slot_written() in the step under way
