@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <unordered_map>
 #include <utility>
 
 namespace zerocore {
@@ -27,20 +28,23 @@ void GatherOrder::visit(int unit) {
 }
 
 void GatherOrder::finish() {
-  if (passing_) expected_ = visited_;
-  passing_ = false;
+  if (!std::exchange(passing_, false)) return;
+  expected_ = visited_;
+  previous_.clear();
+  std::unordered_map<int, int> last;
+  for (int i = 0; i < static_cast<int>(expected_.size()); ++i) {
+    const auto [found, first] = last.try_emplace(expected_[i], -1);
+    previous_.push_back(std::exchange(found->second, i));
+  }
 }
 
 std::vector<int> GatherOrder::upcoming(int count) const {
   std::vector<int> units;
   if (position_ < 0) return units;
-  std::vector<bool> found(*std::max_element(expected_.begin(), expected_.end()) + 1);
-  found[expected_[position_]] = true;
+  units.reserve(expected_.size() - position_);
   for (size_t i = position_ + 1; i < expected_.size(); ++i) {
     if (static_cast<int>(units.size()) == count) break;
-    const int unit = expected_[i];
-    if (!found[unit]) units.push_back(unit);
-    found[unit] = true;
+    if (previous_[i] < position_) units.push_back(expected_[i]);
   }
   return units;
 }

@@ -28,6 +28,7 @@ class GatherOrder {
 
  private:
   std::vector<int> expected_;
+  std::vector<int> previous_;  // where in it each of them was last, -1: nowhere
   std::vector<int> visited_;
   int position_ = -1;  // of the current unit in expected_
   bool passing_ = false;

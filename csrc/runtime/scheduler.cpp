@@ -162,14 +162,13 @@ void Scheduler::close(int unit) {
 std::vector<int> Scheduler::ahead() const {
   std::vector<int> units = order().upcoming(launch_bytes_ > 0 ? static_cast<int>(states_.size())
                                                               : prefetch_ + 1 + open());
-  units.erase(
-      std::remove_if(units.begin(), units.end(),
-                     [&](int unit) { return unit == kRoot || states_[unit] == State::live; }),
-      units.end());
-  size_t count = 0;
-  for (int64_t bytes = 0; count < units.size(); ++count) {
-    bytes += windows_.bytes(units[count]);
-    if (static_cast<int>(count) >= prefetch_ && bytes > launch_bytes_) break;
+  int count = 0;
+  int64_t bytes = 0;
+  for (int unit : units) {
+    if (unit == kRoot || states_[unit] == State::live) continue;
+    bytes += windows_.bytes(unit);
+    if (count >= prefetch_ && bytes > launch_bytes_) break;
+    units[count++] = unit;
   }
   units.resize(count);
   return units;
@@ -179,7 +178,7 @@ void Scheduler::prefetch(int wanted) {
   if (persistent_ || !passing_ || prefetch_ == 0) return;
   const std::vector<int> ahead = this->ahead();
   if (ahead.empty()) return;
-  std::vector<bool> expected(states_.size());
+  std::vector<char> expected(states_.size());
   for (int unit : ahead) expected[unit] = true;
   for (size_t unit = 1; unit < states_.size(); ++unit) {
     const bool idle = states_[unit] == State::gathering && static_cast<int>(unit) != wanted;
