@@ -27,22 +27,28 @@ from zerocore.values import Values
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in nested tuples, lists, mappings, dataclasses and other plain objects."""
+    """The tensors in nested tuples, lists, mappings, dataclasses and other plain objects.
+
+    Every call of a unit comes here: tuples of types, since to make a union takes time.
+    """
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         children = value
-    elif isinstance(value, Mapping):
+    elif isinstance(value, (dict, Mapping)):  # an abstract class takes longer to ask
         children = value.values()
-    elif isinstance(value, type | nn.Module) or not hasattr(value, "__dict__"):
+    elif isinstance(value, (type, nn.Module)) or not hasattr(value, "__dict__"):
         return []
     elif dataclasses.is_dataclass(value):
         children = [getattr(value, field.name) for field in dataclasses.fields(value)]
     else:
         # Not deeper than this: the objects of an object can be anything, and cyclic.
-        kinds = torch.Tensor | list | tuple | dict
+        kinds = (torch.Tensor, list, tuple, dict)
         children = [child for child in vars(value).values() if isinstance(child, kinds)]
-    return [tensor for child in children for tensor in tensors_in(child)]
+    tensors = []
+    for child in children:
+        tensors += tensors_in(child)
+    return tensors
 
 
 def _failed(output: Any) -> bool:
@@ -298,7 +304,7 @@ class Sharded:
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             _require_original(module, original(), what)
-            core.pre_forward(unit, tensors_in((args, kwargs)))
+            core.pre_forward(unit, tensors_in((*args, *kwargs.values())))
 
         def after(_: nn.Module, args: Any, output: Any) -> None:
             failed = _failed(output)
