@@ -159,7 +159,7 @@ def shard(
     reason = ""
     if auto:
         sizes = ModelSizes.of_plans(model, plans, model.buffers())
-        number, reason = choose_stage(model, sizes, options, ranks, place.device, host, journal)
+        number, reason = choose_stage(model, sizes, options, ranks, place, host, journal)
         options = options.at_stage(number)
         ranks = process_groups.resolve_ranks(mesh, options.lifetimes.sharded)
     groups = process_groups.make_groups(ranks, control, host, journal, place.name)

@@ -14,6 +14,7 @@ from torch import nn
 
 from zerocore import _C
 from zerocore.agreement import gather_objects
+from zerocore.backend import Backend
 from zerocore.groups import Ranks
 from zerocore.journal import Journal
 from zerocore.planner.advice import Workload, candidates, leaves_room
@@ -30,7 +31,7 @@ def choose_stage(
     sizes: ModelSizes,
     options: Options,
     ranks: Ranks,
-    device: torch.device,
+    place: Backend,
     host: _C.Control,
     journal: Journal,
 ) -> tuple[int, str]:
@@ -39,10 +40,11 @@ def choose_stage(
     State is parameters, gradients, two moments a parameter and what is on its way; it may take half
     of the memory that is free on the rank that has least, since nothing is known of activations.
     """
+    device = place.device
     mine = socket.gethostname(), free_bytes(device), _bytes_on(model, device)
     everyone = gather_objects("zerocore.shard", host, journal, mine)
     least = min(_share(facts, everyone, device) for facts in everyone)
-    base = setting_for(options, ranks, device)
+    base = setting_for(options, ranks, device, place.name)
     work = Workload(sizes, base, memory=least)
     found = candidates(work, search=False)
     chosen = next((candidate for candidate in found if leaves_room(work, candidate)), found[-1])

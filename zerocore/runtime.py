@@ -159,7 +159,7 @@ def _make_core(groups: Groups, device: torch.device, options: Options, channels:
         prefetch=options.prefetch,
         max_window_bytes=options.max_window_bytes,
         register_windows=options.register_windows,
-        launch_bytes=0 if pairwise else policy.LAUNCH_BYTES,
+        launch_bytes=policy.launch_bytes(groups.backend),
         compute_dtype=mixed.param if mixed else None,
         reduce_dtype=(mixed.reduce or mixed.param) if mixed else None,
         accumulate_dtype=mixed.accumulate if mixed else None,

@@ -6,6 +6,7 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <system_error>
 #include <type_traits>
 #include <utility>
@@ -93,7 +94,7 @@ bool Peers::reads_any(int64_t bytes) const { return any_ && bytes >= kReadBytes;
 bool Peers::reads_all(int64_t bytes) const { return all_ && bytes >= kReadBytes; }
 
 Exchange::Exchange(std::shared_ptr<Worker> poster, std::shared_ptr<const Peers> peers, Tags tags,
-                   Buffer to, Buffer from)
+                   To to, From from)
     : poster_(std::move(poster)), peers_(std::move(peers)), tags_(tags) {
   posted_ = on(*poster_, [peers = peers_, tags, to = std::move(to), from = std::move(from)] {
     return post(*peers, tags, to, from);
@@ -102,8 +103,7 @@ Exchange::Exchange(std::shared_ptr<Worker> poster, std::shared_ptr<const Peers> 
 
 // Receives first, so that no message waits for its place; peers in a different order on each rank,
 // so that they do not all talk to the same one.
-Exchange::Messages Exchange::post(const Peers& peers, Tags tags, const Buffer& to,
-                                  const Buffer& from) {
+Exchange::Messages Exchange::post(const Peers& peers, Tags tags, const To& to, const From& from) {
   const int size = peers.size();
   const int rank = peers.rank();
   const auto receive = [&](const at::Tensor& buffer, int peer, int tag) {
@@ -113,13 +113,13 @@ Exchange::Messages Exchange::post(const Peers& peers, Tags tags, const Buffer& t
   Messages messages;
   for (int step = 1; step < size; ++step) {
     const int peer = (rank + size - step) % size;
-    const at::Tensor target = from(peer);
-    if (!target.defined()) continue;
-    if (peers.reads(peer, static_cast<int64_t>(target.nbytes()))) {
+    const std::optional<Incoming> data = from(peer);
+    if (!data) continue;
+    if (peers.reads(peer, data->bytes)) {
       const at::Tensor address = at::empty({1}, at::kLong);
-      messages.offers.push_back({peer, receive(address, peer, tags.data), address, target});
+      messages.offers.push_back({peer, receive(address, peer, tags.data), address, *data});
     } else {
-      messages.received.push_back(receive(target, peer, tags.data));
+      messages.received.push_back(receive(data->target, peer, tags.data));
     }
   }
   for (int step = 1; step < size; ++step) {
@@ -143,7 +143,15 @@ void Exchange::receive() {
   try {
     if (posted_.valid()) messages_ = posted_.get();
     for (const WorkPtr& work : messages_.received) work->wait();
-    for (const Offer& offer : messages_.offers) read(offer);
+    for (Offer& offer : messages_.offers) {
+      offer.announced->wait();
+      if (offer.data.target.defined()) {
+        read(offer, 0, offer.data.target);
+        answer(offer.peer);
+      } else {
+        parts_.push_back(std::move(offer));
+      }
+    }
   } catch (...) {
     // Nothing is read any more: the memory of the target may go.
     error_ = std::current_exception();
@@ -153,18 +161,36 @@ void Exchange::receive() {
   messages_.offers.clear();
 }
 
-void Exchange::read(const Offer& offer) {
-  offer.announced->wait();
+void Exchange::read_part(int peer, int64_t offset, const at::Tensor& to) const {
+  const auto offer = std::find_if(parts_.begin(), parts_.end(),
+                                  [&](const Offer& part) { return part.peer == peer; });
+  TORCH_INTERNAL_ASSERT(
+      offer != parts_.end() && offset + static_cast<int64_t>(to.nbytes()) <= offer->data.bytes,
+      "expected a part of what the peer offers");
+  read(*offer, offset, to);
+}
+
+void Exchange::read(const Offer& offer, int64_t offset, const at::Tensor& to) const {
   const int64_t address = offer.address.const_data_ptr<int64_t>()[0];
   try {
-    read_memory(peers_->process(offer.peer), address, offer.target.mutable_data_ptr(),
-                static_cast<int64_t>(offer.target.nbytes()));
+    read_memory(peers_->process(offer.peer), address + offset, to.mutable_data_ptr(),
+                static_cast<int64_t>(to.nbytes()));
   } catch (const std::system_error& error) {
     TORCH_CHECK_WITH(DistBackendError, false, "zerocore: expected to read what process ",
                      peers_->process(offer.peer), " (rank ", offer.peer,
                      " of its process group) has offered, got an error: ", error.what());
   }
-  answers_.push_back(on(*poster_, [group = peers_->group(), peer = offer.peer, tag = tags_.read] {
+}
+
+void Exchange::end_reading() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const Offer& part : parts_) answer(part.peer);
+  parts_.clear();
+}
+
+// The peer may use its buffer again.
+void Exchange::answer(int peer) {
+  answers_.push_back(on(*poster_, [group = peers_->group(), peer, tag = tags_.read] {
     std::vector<at::Tensor> answer{at::zeros({1}, at::kByte)};
     return group->send(answer, peer, tag);
   }));
@@ -173,6 +199,7 @@ void Exchange::read(const Offer& offer) {
 void Exchange::drain() {
   receive();
   std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_INTERNAL_ASSERT(parts_.empty(), "expected an exchange of which all has been read");
   for (auto& answer : answers_) messages_.sent.push_back(answer.get());
   answers_.clear();
   for (const WorkPtr& work : messages_.sent) work->wait();

@@ -8,6 +8,7 @@
 #include <future>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
@@ -48,6 +49,13 @@ struct Tags {
   int read;  // that it has been read
 };
 
+// What a peer sends: so many bytes, and where they are put. What can be read needs no place: see
+// read_part().
+struct Incoming {
+  int64_t bytes;
+  at::Tensor target;
+};
+
 // At most one message to and one from each peer. Where ranks read each other's memory, the message
 // says where the data is, and is answered by one that says that it has been read.
 //
@@ -55,21 +63,26 @@ struct Tags {
 //   post:     its address            -->   receive: reads the data from there
 //   drain:    the buffer is free     <--            has been read
 //
-// Thread-safe.
+// Thread-safe, but for read_part().
 class Exchange {
  public:
-  using Buffer = std::function<at::Tensor(int peer)>;
+  using To = std::function<at::Tensor(int peer)>;  // undefined: nothing is sent
+  using From = std::function<std::optional<Incoming>(int peer)>;
 
-  // Posts the messages on a thread of its own [Note: posting]. to, from: what is sent to each peer,
-  // and where what it sends is put, or undefined tensors; called on that thread.
-  Exchange(std::shared_ptr<Worker> poster, std::shared_ptr<const Peers> peers, Tags tags, Buffer to,
-           Buffer from);
+  // Posts the messages on a thread of its own [Note: posting], which calls `to` and `from`.
+  Exchange(std::shared_ptr<Worker> poster, std::shared_ptr<const Peers> peers, Tags tags, To to,
+           From from);
   Exchange(const Exchange&) = delete;
   Exchange& operator=(const Exchange&) = delete;
 
-  // On return all has arrived. Whoever calls this first does what there is to do.
+  // On return all that has a place has arrived, and the rest can be read. Whoever calls this first
+  // does what there is to do.
   void receive();
-  // The same, and the peers have what this rank sent.
+  // Reads a part of what has no place, from that byte on. After receive().
+  void read_part(int peer, int64_t offset, const at::Tensor& to) const;
+  // Nothing is read any more.
+  void end_reading();
+  // On return all has arrived, and the peers have what this rank sent.
   void drain();
 
  private:
@@ -78,8 +91,8 @@ class Exchange {
   struct Offer {
     int peer;
     WorkPtr announced;
-    at::Tensor address;  // int64, one element
-    at::Tensor target;
+    at::Tensor address;  // int64, one element; it is there when announced
+    Incoming data;
   };
   struct Messages {
     std::vector<WorkPtr> received;
@@ -88,8 +101,9 @@ class Exchange {
     std::vector<at::Tensor> kept;  // what is under way
   };
 
-  static Messages post(const Peers& peers, Tags tags, const Buffer& to, const Buffer& from);
-  void read(const Offer& offer);
+  static Messages post(const Peers& peers, Tags tags, const To& to, const From& from);
+  void read(const Offer& offer, int64_t offset, const at::Tensor& to) const;
+  void answer(int peer);
 
   const std::shared_ptr<Worker> poster_;
   const std::shared_ptr<const Peers> peers_;
@@ -97,6 +111,7 @@ class Exchange {
   std::mutex mutex_;
   std::future<Messages> posted_;
   Messages messages_;
+  std::vector<Offer> parts_;  // announced, without a place
   std::vector<std::future<WorkPtr>> answers_;
   std::exception_ptr error_;  // what receive() failed with
 };

@@ -3,11 +3,13 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 
+#include <algorithm>
 #include <chrono>
 #include <deque>
 #include <functional>
 #include <future>
 #include <limits>
+#include <optional>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <utility>
 
@@ -82,32 +84,70 @@ at::Tensor slot(const at::Tensor& buffer, int slots, int index) {
   return buffer.narrow(0, index * size, size);
 }
 
-// Every rank sends each other one its slot of `buffer`, and receives the others' version of its
-// own: in the order of ranks, own one included.
+// Every rank sends each other one its slot of `buffer`, and has the others' versions of its own.
 struct Scatter {
-  ExchangePtr messages;
-  std::vector<at::Tensor> versions;
-  at::Tensor own;
+  ExchangePtr messages;  // null: there are no others
+  int rank = 0;
+  std::vector<at::Tensor> versions;  // by rank, own one included; undefined: to be read in parts
 };
 
 Scatter scatter(const std::shared_ptr<Worker>& poster, const PeersPtr& peers, Tags tags,
                 const at::Tensor& buffer, const std::shared_ptr<DevicePool>& buffers) {
   const int size = peers->size();
-  const int rank = peers->rank();
-  const int64_t numel = buffer.numel() / size;
-  Scatter result;
-  const at::Tensor received = DevicePool::empty(buffers, numel * (size - 1), buffer.scalar_type(),
-                                                buffers->streams().current());
+  const at::Tensor own = slot(buffer, size, peers->rank());
+  const auto bytes = static_cast<int64_t>(own.nbytes());
+  Scatter result{nullptr, peers->rank(), std::vector<at::Tensor>(size)};
   for (int peer = 0; peer < size; ++peer) {
-    result.versions.push_back(peer == rank ? slot(buffer, size, rank)
-                                           : slot(received, size - 1, peer - (peer > rank)));
+    if (peer == peers->rank()) {
+      result.versions[peer] = own;
+    } else if (!peers->reads(peer, bytes)) {
+      result.versions[peer] =
+          DevicePool::empty(buffers, own.numel(), own.scalar_type(), buffers->streams().current());
+    }
   }
-  result.own = result.versions[rank];
   result.messages = std::make_shared<Exchange>(
       poster, peers, tags, [buffer, size](int peer) { return slot(buffer, size, peer); },
-      [versions = result.versions](int peer) { return versions[peer]; });
+      [bytes, versions = result.versions](int peer) { return Incoming{bytes, versions[peer]}; });
   return result;
 }
+
+// Sums over ranks in their order. What can be read comes in parts that are still in the processor's
+// cache when they are added, and need no room in memory.
+constexpr int64_t kPartBytes = 256 << 10;  // of all peers
+
+void sum(const Scatter& from, const std::shared_ptr<DevicePool>& buffers, const at::Tensor& out,
+         bool accumulate) {
+  if (from.messages) from.messages->receive();
+  const auto readable = std::count_if(from.versions.begin(), from.versions.end(),
+                                      [](const at::Tensor& version) { return !version.defined(); });
+  if (readable == 0) {
+    ops::sum_shards_(out, from.versions, accumulate);
+    return;
+  }
+  const at::Tensor& own = from.versions[from.rank];
+  const int64_t part = std::max<int64_t>(
+      kPartBytes / readable / static_cast<int64_t>(own.element_size()) / 64 * 64, 64);
+  const at::Tensor room =
+      DevicePool::empty(buffers, part * readable, own.scalar_type(), buffers->streams().current());
+  for (int64_t start = 0; start < own.numel(); start += part) {
+    const int64_t count = std::min(part, own.numel() - start);
+    const int64_t offset = start * static_cast<int64_t>(own.element_size());
+    std::vector<at::Tensor> versions;
+    int64_t next = 0;
+    for (size_t rank = 0; rank < from.versions.size(); ++rank) {
+      if (from.versions[rank].defined()) {
+        versions.push_back(from.versions[rank].narrow(0, start, count));
+        continue;
+      }
+      versions.push_back(room.narrow(0, next++ * part, count));
+      from.messages->read_part(static_cast<int>(rank), offset, versions.back());
+    }
+    ops::sum_shards_(out.narrow(0, start, count), versions, accumulate);
+  }
+  from.messages->end_reading();
+}
+
+Incoming into(const at::Tensor& target) { return {static_cast<int64_t>(target.nbytes()), target}; }
 
 ExchangePtr gather(const std::shared_ptr<Worker>& poster, const PeersPtr& peers, Tags tags,
                    const at::Tensor& buffer) {
@@ -115,7 +155,7 @@ ExchangePtr gather(const std::shared_ptr<Worker>& poster, const PeersPtr& peers,
   const int rank = peers->rank();
   return std::make_shared<Exchange>(
       poster, peers, tags, [=](int) { return slot(buffer, size, rank); },
-      [=](int peer) { return slot(buffer, size, peer); });
+      [=](int peer) { return into(slot(buffer, size, peer)); });
 }
 
 // Reductions under way, the next one included, beyond which a rank waits for its peers, and how
@@ -237,7 +277,7 @@ class PairwiseTransport : public Transport {
     Exchange exchange(
         poster_, peers, Channel{channel, generation_}.tags(Purpose::broadcast),
         [=](int) { return first ? buffer : at::Tensor(); },
-        [=](int peer) { return peer == 0 ? buffer : at::Tensor(); });
+        [=](int peer) { return peer == 0 ? std::optional(into(buffer)) : std::nullopt; });
     exchange.drain();
   }
 
@@ -251,19 +291,19 @@ class PairwiseTransport : public Transport {
           scatter(poster_, shard_peers_, shards(channel).tags(Purpose::scatter), packed, buffers_);
     } else {
       first.versions = {packed};
-      first.own = packed;
     }
     // The second half of the messages depends on sums over the first: on a thread of its own, so
     // that neither waits for the other's computation. A future keeps its task: what the task holds
     // has to go when it is done.
     auto task = std::make_shared<std::packaged_task<void()>>(
-        [=, first = std::move(first), buffers = buffers_, log = log_, poster = poster_,
+        [=, first = std::move(first), partial = at::Tensor(partial), out = at::Tensor(out),
+         buffers = buffers_, log = log_, poster = poster_,
          unit = units_.at(static_cast<size_t>(channel)), elements = packed.numel(),
          replicate_channel = Channel{replicate_channel_ + channel, generation_}]() mutable {
           c10::InferenceMode normal(false);
           at::NoGradGuard no_grad;
-          finish_reduce(poster, replicas, buffers, *log, std::move(first), partial, out, accumulate,
-                        replicate_channel);
+          finish_reduce(poster, replicas, buffers, *log, std::move(first), std::move(partial),
+                        std::move(out), accumulate, replicate_channel);
           log->add({"finish", "reduce", "backward", unit, elements});
         });
     under_way_.push_back(task->get_future().share());
@@ -284,33 +324,31 @@ class PairwiseTransport : public Transport {
   static void finish_reduce(const std::shared_ptr<Worker>& poster, const PeersPtr& replicas,
                             const std::shared_ptr<DevicePool>& buffers, Log& log, Scatter first,
                             at::Tensor partial, at::Tensor out, bool accumulate, Channel channel) {
-    if (first.messages) first.messages->receive();
     if (!replicas) {
       TORCH_INTERNAL_ASSERT(!partial.defined(), "no sum over replicas to wait for");
-      ops::sum_shards_(out, first.versions, accumulate);
+      sum(first, buffers, out, accumulate);
       if (first.messages) first.messages->drain();
       return;
     }
     // The own slot of `packed` is nobody's message: the sum may take its place.
-    at::Tensor sum = first.own;
+    at::Tensor total = first.versions[first.rank];
     if (partial.defined()) {
-      ops::sum_shards_(partial, first.versions, /*accumulate=*/true);
-      sum.copy_(partial);
-    } else if (first.versions.size() > 1) {
-      ops::sum_shards_(sum, first.versions, /*accumulate=*/false);
+      sum(first, buffers, partial, /*accumulate=*/true);
+      total.copy_(partial);
+    } else if (first.messages) {
+      sum(first, buffers, total, /*accumulate=*/false);
     }
     const int size = replicas->size();
-    count(log, "all_reduce", sum, 2 * (sum.numel() / size) * (size - 1));
-    Scatter second =
-        scatter(poster, replicas, channel.tags(Purpose::replica_scatter), sum, buffers);
-    second.messages->receive();
-    at::Tensor part = slot(sum, size, replicas->rank());
-    ops::sum_shards_(part, second.versions, false);
+    count(log, "all_reduce", total, 2 * (total.numel() / size) * (size - 1));
+    const Scatter second =
+        scatter(poster, replicas, channel.tags(Purpose::replica_scatter), total, buffers);
+    sum(second, buffers, second.versions[second.rank], /*accumulate=*/false);
     // What arrives next takes the place of what was sent.
     second.messages->drain();
-    const ExchangePtr parts = gather(poster, replicas, channel.tags(Purpose::replica_gather), sum);
+    const ExchangePtr parts =
+        gather(poster, replicas, channel.tags(Purpose::replica_gather), total);
     parts->receive();
-    ops::sum_shards_(out, {sum}, accumulate);
+    ops::sum_shards_(out, {total}, accumulate);
     parts->drain();
     if (first.messages) first.messages->drain();
   }

@@ -193,8 +193,15 @@ def _workload(options: argparse.Namespace) -> Workload:
     if options.dtype == "bf16":
         accumulate = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.accumulate]
         mixed = MixedPrecision(torch.bfloat16, accumulate=accumulate)
-    launches = policy.LAUNCH_BYTES if options.device == "gpu" else 0
-    base = Setting.of(3, options.world, options.group, mixed_precision=mixed, launch_bytes=launches)
+    gpu = options.device == "gpu"
+    base = Setting.of(
+        3,
+        options.world,
+        options.group,
+        mixed_precision=mixed,
+        launch_bytes=policy.launch_bytes("nccl" if gpu else "gloo"),
+        keeps=not gpu,
+    )
     activity = None
     if options.params is not None:
         sizes = gpt_of(options.params, options.blocks)

@@ -32,8 +32,8 @@ _STATES = {
 }
 
 
-def setting_for(options: Options, ranks: Ranks, device: torch.device) -> Setting:
-    """That of the options of a `zerocore.shard` call."""
+def setting_for(options: Options, ranks: Ranks, device: torch.device, backend: str) -> Setting:
+    """That of the options of a `zerocore.shard` call, and of where it trains."""
     return Setting(
         stage=options.stage,
         shards=len(ranks.shard),
@@ -42,13 +42,15 @@ def setting_for(options: Options, ranks: Ranks, device: torch.device) -> Setting
         reshard_after_forward=options.reshard_after_forward,
         prefetch=options.prefetch,
         max_window_bytes=options.max_window_bytes,
-        launch_bytes=0 if device.type == "cpu" else policy.LAUNCH_BYTES,
+        launch_bytes=policy.launch_bytes(backend),
+        keeps=device.type == "cpu",
     )
 
 
 def setting_of(sharded: Sharded) -> Setting:
     """That of a model that is sharded."""
-    return setting_for(sharded.options, sharded.groups.ranks, sharded.device)
+    groups = sharded.groups
+    return setting_for(sharded.options, groups.ranks, sharded.device, groups.backend)
 
 
 def predicted(

@@ -11,6 +11,8 @@ from zerocore.planner.schedule import Schedule
 from zerocore.planner.setting import Setting
 from zerocore.planner.sizes import ModelSizes
 
+PART_BYTES = 256 * 2**10  # kPartBytes in csrc/runtime/pairwise.cpp
+
 
 @dataclass(frozen=True)
 class Peak:
@@ -47,8 +49,8 @@ def peak_of(
     """The peak of a step that is not the first, of one micro-batch.
 
     On the CPU the pools keep the memory of windows and messages for the next lease: it counts all
-    the time. Elsewhere the device's allocator gets it back, and gradients that were cleared are
-    free until they are made again. Two launches of reductions are under way at a time, one on the
+    the time. Elsewhere the device's allocator gets it back. Gradients were cleared, and are free
+    until they are made again. Two launches of reductions are under way at a time, one on the
     network and one that is packed ([Note: reductions behind] in csrc/runtime/backward.cpp). CPU
     ranks have more if a peer is late ([Note: patience] in csrc/runtime/pairwise.cpp).
 
@@ -60,9 +62,9 @@ def peak_of(
             for the last one's.
     """
     held = list(resident(sizes, setting, moments))
-    keeps = setting.launch_bytes == 0
+    keeps = setting.keeps
     gradients = sum(h.bytes for h in held if h.category == "gradients")
-    fixed = sum(h.bytes for h in held) - (0 if keeps else gradients)
+    fixed = sum(h.bytes for h in held) - gradients
     messages = {u: message_bytes(sizes, setting, u) for u in schedule.times("reduce")}
     window = {u: sum(f.window_bytes for f in gathered(sizes, setting, u)) for u in schedule.units}
     stay = setting.lifetimes.full_parameters_stay
@@ -89,7 +91,7 @@ def peak_of(
         elif action.kind == "compute":
             now = Peak(
                 action.call,
-                fixed + (0 if keeps else made),
+                fixed + made,
                 schedule.windows_peak if keeps else open_now,
                 most_messages if keeps else sum(messages[u] for u in sent),
                 activity.peaks[action.call] + waiting,
@@ -99,16 +101,19 @@ def peak_of(
 
 
 def message_bytes(sizes: ModelSizes, setting: Setting, unit: int) -> int:
-    """Buffers of a unit's reduction: packed gradients, and where ranks exchange, what arrives."""
-    total = 0
+    """Buffers of a unit's reduction: packed gradients, and room for what CPU ranks read of others.
+
+    Of CPU ranks on other machines all arrives at once; that is left out.
+    """
+    total = room = 0
     for facts in reduced(sizes, setting, unit):
         width = facts.transport.itemsize
         total += facts.total * width
         if setting.launch_bytes == 0:
-            total += facts.shard * (setting.shards - 1) * width
             part = facts.shard // setting.replicas
-            total += part * (setting.replicas - 1) * width
-    return total
+            arrives = max(facts.shard * (setting.shards - 1), part * (setting.replicas - 1))
+            room = max(room, min(arrives * width, PART_BYTES))
+    return total + room
 
 
 def _local_bytes(sizes: ModelSizes, setting: Setting, unit: int) -> int:

@@ -20,7 +20,9 @@ class Setting:
         shards: ranks that share one copy; 1 at stage 0.
         replicas: copies; all ranks at stage 0, 1 without hybrid sharding above it.
         mixed_precision, reshard_after_forward, prefetch, max_window_bytes: as for `zerocore.shard`.
-        launch_bytes: collectives share launches up to this size (GPUs and NPUs); 0: they do not.
+        launch_bytes: collectives share launches up to this size; 0: they do not, as with gloo,
+            whose reductions are exchanges of messages.
+        keeps: what windows and messages leave free is kept for the next ones (on the CPU).
     """
 
     stage: int
@@ -31,6 +33,7 @@ class Setting:
     prefetch: int = 1
     max_window_bytes: int = 0
     launch_bytes: int = 0
+    keeps: bool = True
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
