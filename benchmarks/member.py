@@ -11,16 +11,13 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
+import heap
 import torch
 import torch.distributed as dist
 from peer_model import Tokens
 from systems import RANKS, System, build, import_peer
-from torch.profiler import record_function
 
 import zerocore
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
-from allocated import Allocated  # noqa: E402
 
 Message = tuple[str, int, str]  # kind (all_gather, reduce), elements of the whole, dtype in a log
 DTYPES = {"Float": torch.float32, "BFloat16": torch.bfloat16}  # by their names in a log
@@ -37,11 +34,9 @@ def status_mb(field: str) -> float:
 class Member:
     """What a team may ask of a rank: every public method is a command."""
 
-    def __init__(self, system: System, rank: int, counts: bool) -> None:
+    def __init__(self, system: System, rank: int) -> None:
         self._before = status_mb("VmRSS")
-        self._allocated = Allocated()
-        if counts:
-            self._allocated.__enter__()
+        self._allocated = heap.allocated()
         self._model, self._step = build(system)
         self._built = status_mb("VmHWM")
         self._tokens = Tokens(rank)
@@ -80,12 +75,10 @@ class Member:
         return status_mb("VmHWM") - self._before, self._built - self._before
 
     def allocated(self, steps: int) -> float:
-        """MB that PyTorch's allocator had given out at the peak of the last step, since before."""
-        self.losses(steps - 1)
-        with record_function("last step"):
-            self.losses(1)
-        self._allocated.__exit__(None, None, None)
-        return self._allocated.peak("last step") / 1e6
+        """MB that were allocated at the peak of some steps, above what was before the model."""
+        with heap.Peak() as peak:
+            self.losses(steps)
+        return (peak.bytes - self._allocated) / 1e6
 
     def messages(self) -> list[Message]:
         """What zerocore hands to its process group in a step."""
@@ -115,12 +108,8 @@ class Member:
         return time.perf_counter() - start
 
 
-def serve(system: System, rank: int, folder: str, counts: bool, commands: Connection) -> None:
-    """Does what comes down the pipe until it closes. What is printed goes to a file.
-
-    Args:
-        counts: bytes that the allocator gives out, which makes steps slower.
-    """
+def serve(system: System, rank: int, folder: str, commands: Connection) -> None:
+    """Does what comes down the pipe until it closes. What is printed goes to a file."""
     log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
@@ -129,7 +118,7 @@ def serve(system: System, rank: int, folder: str, counts: bool, commands: Connec
     timeout = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", f"file://{folder}/store", timeout, RANKS, rank)
     import_peer(system)
-    member = Member(system, rank, counts)
+    member = Member(system, rank)
     commands.send(None)
     while True:
         try:

@@ -35,7 +35,11 @@ TITLES = {
     "deepspeed1": "DeepSpeed",
     "deepspeed2": "DeepSpeed",
     "deepspeed3": "DeepSpeed",
+    "deepspeed1-buckets": "DeepSpeed (25 MiB buckets)",
+    "deepspeed2-buckets": "DeepSpeed (25 MiB buckets)",
+    "deepspeed3-buckets": "DeepSpeed (25 MiB buckets)",
 }
+BUCKET = 25 * 2**20  # bytes; DDP's default
 
 Step = Callable[[Tensor, Tensor], Tensor]
 
@@ -44,7 +48,9 @@ Step = Callable[[Tensor, Tensor], Tensor]
 class System:
     """What trains: "ddp", "ddp+zero", "fsdp2", "fsdp2-keep", "deepspeed1" to 3, "zerocore0" to 3.
 
-    And "alone": the computation of a rank at stage 3 without any communication.
+    DeepSpeed's default buckets are larger than these models, so that nothing overlaps with the
+    backward; with "-buckets" they are as large as DDP's. "alone" is the computation of a rank at
+    stage 3 without any communication.
     """
 
     name: str
@@ -72,10 +78,10 @@ def build(system: System) -> tuple[nn.Module, Step]:
         return _ddp(model, bf16, zero=system.name == "ddp+zero")
     if system.name.startswith("fsdp2"):
         return _fsdp2(model, bf16, keep=system.name == "fsdp2-keep")
-    stage = int(system.name[-1])
     if system.name.startswith("deepspeed"):
-        return _deepspeed(model, bf16, stage)
-    return _zerocore(model, bf16, stage)
+        stage, _, buckets = system.name.removeprefix("deepspeed").partition("-")
+        return _deepspeed(model, bf16, int(stage), bool(buckets))
+    return _zerocore(model, bf16, int(system.name.removeprefix("zerocore")))
 
 
 def _training_step(
@@ -135,16 +141,16 @@ def _fsdp2(model: nn.Module, bf16: bool, keep: bool) -> tuple[nn.Module, Step]:
     return model, _training_step(model, optimizer)
 
 
-def _deepspeed(model: nn.Module, bf16: bool, stage: int) -> tuple[nn.Module, Step]:
+def _deepspeed(model: nn.Module, bf16: bool, stage: int, buckets: bool) -> tuple[nn.Module, Step]:
     import deepspeed
 
+    zero = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
+    if buckets:
+        elements = BUCKET // (2 if bf16 else 4)
+        zero.update(reduce_bucket_size=elements, allgather_bucket_size=elements)
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
-        "zero_optimization": {
-            "stage": stage,
-            "overlap_comm": True,
-            "contiguous_gradients": True,
-        },
+        "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": {**OPTIONS, "torch_adam": True, "fused": True}},
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": bf16},

@@ -22,12 +22,9 @@ class Team:
     """Processes that train one system. They rest, without using the CPU, until they are asked.
 
     A team whose ranks die or do not answer ends the program with what they have printed.
-
-    Args:
-        counts: the ranks count what PyTorch's allocator gives out, and step more slowly.
     """
 
-    def __init__(self, system: System, counts: bool = False) -> None:
+    def __init__(self, system: System) -> None:
         self.system = system
         self._folder = tempfile.TemporaryDirectory()
         self._pipes, self._processes = [], []
@@ -37,7 +34,7 @@ class Team:
         context.set_forkserver_preload(PRELOADED)
         for rank in range(RANKS):
             ours, theirs = context.Pipe()
-            arguments = (system, rank, self._folder.name, counts, theirs)
+            arguments = (system, rank, self._folder.name, theirs)
             process = context.Process(target=serve, args=arguments, daemon=True)
             process.start()
             theirs.close()  # so that the pipe ends with the process
