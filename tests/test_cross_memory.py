@@ -155,3 +155,28 @@ def test_messages_that_are_through_are_free(ranks):
         if kept <= whole / 2:
             return
     raise AssertionError(f"expected few messages at a time, got {kept:,} of {whole:,} bytes")
+
+
+def initial_values(stage: int, replicas: int) -> dict[str, torch.Tensor]:
+    """Full parameters, of which each rank has made its own: more than is broadcast in one piece."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(3 * WIDTH, 4 * WIDTH)
+    shape = (replicas, dist.get_world_size() // replicas)
+    mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    zerocore.shard(model, stage=stage, mesh=mesh)
+    return zerocore.full_state_dict(model)
+
+
+@pytest.mark.parametrize(
+    ("size", "stage", "replicas"),
+    [(2, 3, 1), (3, 3, 1), (4, 3, 2), (4, 3, 4), (2, 1, 1), (2, 0, 2)],
+)
+def test_values_are_the_first_ranks(ranks, sockets, size, stage, replicas):
+    torch.manual_seed(0)
+    expected = nn.Linear(3 * WIDTH, 4 * WIDTH).state_dict()
+    found = ranks(size, initial_values, stage, replicas)
+    if size in sockets:
+        found += sockets[size].run(initial_values, stage, replicas)
+    for model in found:
+        for name, values in expected.items():
+            assert torch.equal(model[name], values), name

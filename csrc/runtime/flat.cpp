@@ -149,13 +149,16 @@ void Flat::take(const std::vector<at::Tensor>& values) {
   }
   const at::Tensor& kept = shard_is_slot_ ? window_ : shard_;
   const int64_t first = shard_is_slot_ ? 0 : transport_.shard_rank() * layout_.shard_numel();
+  // What nobody but the first rank keeps.
+  const int64_t alone =
+      kept.numel() < layout_.total() && transport_.replicas() == 1 ? kept.numel() : 0;
   for (int64_t begin = 0; begin < layout_.total(); begin += step) {
     const int64_t end = std::min(begin + step, layout_.total());
     const at::Tensor piece = buffer.narrow(0, 0, end - begin);
     if (!dense.empty()) pack(dense, begin, piece);
-    transport_.broadcast(piece);
     const int64_t from = std::max(begin, first);
-    const int64_t size = std::min(end, first + kept.numel()) - from;
+    const int64_t size = std::max<int64_t>(std::min(end, first + kept.numel()) - from, 0);
+    if (end > alone) transport_.broadcast(piece, {from - begin, from - begin + size});
     if (size > 0) kept.narrow(0, from - first, size).copy_(piece.narrow(0, from - begin, size));
   }
   fresh_ = shard_is_slot_;

@@ -200,7 +200,7 @@ class NativeTransport : public Transport {
     return add({packed, {}, out, accumulate, /*over_replicas=*/false, {}});
   }
 
-  void broadcast(const at::Tensor& buffer) override {
+  void broadcast(const at::Tensor& buffer, Range) override {
     std::vector<at::Tensor> bytes{buffer.view(at::kByte)};  // any dtype travels, exactly
     c10d::BroadcastOptions options;
     options.asyncOp = false;

@@ -147,15 +147,16 @@ void sum(const Scatter& from, const std::shared_ptr<DevicePool>& buffers, const 
   from.messages->end_reading();
 }
 
-Incoming into(const at::Tensor& target) { return {static_cast<int64_t>(target.nbytes()), target}; }
-
 ExchangePtr gather(const std::shared_ptr<Worker>& poster, const PeersPtr& peers, Tags tags,
                    const at::Tensor& buffer) {
   const int size = peers->size();
   const int rank = peers->rank();
   return std::make_shared<Exchange>(
       poster, peers, tags, [=](int) { return slot(buffer, size, rank); },
-      [=](int peer) { return into(slot(buffer, size, peer)); });
+      [=](int peer) {
+        const at::Tensor target = slot(buffer, size, peer);
+        return Incoming{static_cast<int64_t>(target.nbytes()), target};
+      });
 }
 
 // Reductions under way, the next one included, beyond which a rank waits for its peers, and how
@@ -256,14 +257,17 @@ class PairwiseTransport : public Transport {
     });
   }
 
-  void broadcast(const at::Tensor& buffer) override {
+  void broadcast(const at::Tensor& buffer, Range wanted) override {
     // As bytes: any dtype travels, exactly.
     std::vector<at::Tensor> bytes{buffer.view(at::kByte)};
     for (const PeersPtr& peers : {replicate_peers_, shard_peers_}) {
       if (!peers || buffer.numel() == 0) continue;
       count("broadcast", buffer, buffer.numel());
       if (peers->reads_all(static_cast<int64_t>(buffer.nbytes()))) {
-        read_from_first(peers, buffer);
+        // The first rank of a shard group passes all of it on, the others wait for that.
+        const bool on_the_way = peers == replicate_peers_ && shards_ > 1;
+        const Range all{0, shard_rank_ == 0 ? buffer.numel() : 0};
+        read_from_first(peers, buffer, on_the_way ? all : wanted);
       } else {
         peers->group()->broadcast(bytes)->wait();
       }
@@ -271,13 +275,20 @@ class PairwiseTransport : public Transport {
   }
 
  private:
-  void read_from_first(const PeersPtr& peers, const at::Tensor& buffer) {
+  void read_from_first(const PeersPtr& peers, const at::Tensor& buffer, Range wanted) {
     const bool first = peers->rank() == 0;
     const int channel = peers == shard_peers_ ? shard_channel_ : replicate_channel_;
+    const Incoming offered{static_cast<int64_t>(buffer.nbytes()), /*target=*/{}};
     Exchange exchange(
         poster_, peers, Channel{channel, generation_}.tags(Purpose::broadcast),
         [=](int) { return first ? buffer : at::Tensor(); },
-        [=](int peer) { return peer == 0 ? std::optional(into(buffer)) : std::nullopt; });
+        [=](int peer) { return peer == 0 ? std::optional(offered) : std::nullopt; });
+    exchange.receive();
+    if (!first && wanted.size() > 0) {
+      exchange.read_part(0, wanted.begin * static_cast<int64_t>(buffer.element_size()),
+                         buffer.narrow(0, wanted.begin, wanted.size()));
+    }
+    exchange.end_reading();
     exchange.drain();
   }
 

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/layout.h"
 #include "runtime/log.h"
 #include "runtime/memory.h"
 #include "runtime/streams.h"
@@ -90,7 +91,9 @@ class Transport {
   // The sum over the shard group alone.
   virtual std::unique_ptr<Pending> reduce_scatter(const at::Tensor& packed, const at::Tensor& out,
                                                   bool accumulate, int channel) = 0;
-  virtual void broadcast(const at::Tensor& buffer) = 0;
+  // wanted: the elements that this rank needs; it may find others as they were.
+  virtual void broadcast(const at::Tensor& buffer, Range wanted) = 0;
+  void broadcast(const at::Tensor& buffer) { broadcast(buffer, {0, buffer.numel()}); }
   // Drains without waiting for it, then calls `then`. Whoever goes while peers may still read what
   // it sent leaves its collectives here: gloo never sends the rest of a message that is forgotten,
   // nor anything behind it.
