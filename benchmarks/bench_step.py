@@ -16,8 +16,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Callable
 
 import table
+from peer_model import HEADS
 from systems import DTYPES, HAS_DEEPSPEED, TITLES, System
 from table import Row
 from team import Team
@@ -181,11 +183,24 @@ def measure(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def multiple_of(base: int) -> Callable[[str], int]:
+    """What reads a positive multiple of `base` from the command line."""
+
+    def read(text: str) -> int:
+        value = int(text) if text.isdecimal() else 0
+        if value < 1 or value % base:
+            raise argparse.ArgumentTypeError(f"expected a positive multiple of {base}, got {text}")
+        return value
+
+    return read
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stages", type=int, nargs="+", choices=LIMITS, default=list(LIMITS))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES)
-    parser.add_argument("--dims", type=int, nargs="+", help="widths of the model")
-    parser.add_argument("--rounds", type=int)
+    widths = f"widths of the model, multiples of {HEADS}"
+    parser.add_argument("--dims", type=multiple_of(HEADS), nargs="+", help=widths)
+    parser.add_argument("--rounds", type=multiple_of(1))
 
 
 if __name__ == "__main__":
