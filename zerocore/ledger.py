@@ -178,7 +178,7 @@ def _reason(
     category: str, more: int, measured: int, optimizer: torch.optim.Optimizer | None
 ) -> str:
     if category == "gradients" and more < 0:
-        return "none are there before the first backward, nor on a GPU or NPU after zero_grad()"
+        return "none are there before the first backward, nor after zero_grad() and a forward"
     if category == "gradients":
         return "full local gradients wait for their reduction (zerocore.no_sync)"
     if category == "moments" and not live.knows(optimizer):
