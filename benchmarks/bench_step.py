@@ -1,16 +1,17 @@
 """The whole training step of zerocore's stages beside DDP, FSDP2 and DeepSpeed, on 2 CPU ranks.
 
     python benchmarks/bench_step.py --quick
-    python benchmarks/bench_step.py --stages 3 --dtypes bf16 --dims 768
+    python benchmarks/bench_step.py --stages 3 --dtypes bf16 --dims 768 --batches 16
 
-A small GPT over gloo, one thread a rank. The systems of a stage are alive together and step in
-turns; a ratio is formed in each round, from medians of a few steps, and its median is reported (the
-milliseconds beside it are medians of their own: their quotient is another number).
+A small GPT over gloo, one thread a rank, 64 tokens a sequence. The limits are for one sequence a
+rank, where communication and the optimizer weigh most. The systems of a stage are alive together
+and step in turns; a ratio is formed in each round, from medians of a few steps, and its median is
+reported (the milliseconds beside it are medians of their own: their quotient is another number).
 Before that their first losses are compared. Memory is what the peak of training steps adds to a
 process that has imported everything, by the system's count (resident) and by the C library's
-(allocated). Exposed communication is what a step at stage 3 takes longer
-than its computation alone, in the time that bare collectives of gloo take for the same messages;
-zerocore's own ranks read each other's memory, which is faster.
+(allocated). Exposed communication is what a step at stage 3 takes longer than its computation
+alone, in the time that bare collectives of gloo take for the same messages; zerocore's own ranks
+read each other's memory, which is faster.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from systems import DTYPES, HAS_DEEPSPEED, TITLES, System
 from table import Row
 from team import Team
 
-# Of the time of a peer's step, how much ours may take.
+# Of the time of a peer's step, how much ours may take, with one sequence a rank.
 LIMITS = {
     0: {"ddp": 0.95},
     1: {"ddp+zero": 0.85, "deepspeed1": 0.45},
@@ -38,6 +39,7 @@ MORE = {stage: [f"deepspeed{stage}-buckets"] if stage else [] for stage in LIMIT
 EXPOSED = 1.1
 COMPARED = 3  # steps whose losses must agree
 COUNTED = 3  # steps whose allocations are counted
+MANY = 16  # sequences a rank that a full run also has, at the smaller width in fp32
 WITHIN = {"fp32": 1e-4, "bf16": 2e-2}  # how far, relative
 DEEPSPEED_WITHIN = {"fp32": 5e-4, "bf16": 2e-2}  # it parts by about 1e-4 after two steps
 
@@ -45,20 +47,21 @@ Rounds = dict[str, list[float]]  # seconds by what was timed, one figure a round
 
 
 class Group:
-    """The teams of one stage, dtype and width."""
+    """The teams of one stage, dtype, width and number of sequences."""
 
-    def __init__(self, stage: int, dtype: str, dim: int, more: bool) -> None:
+    def __init__(self, stage: int, dtype: str, dim: int, batch: int, more: bool) -> None:
         self.stage, self.ours = stage, f"zerocore{stage}"
-        self.case = f"stage {stage}, {dtype}, dim {dim}"
+        self.case = f"stage {stage}, {dtype}, dim {dim}" + f", batch {batch}" * (batch > 1)
         self._dtype = dtype
         names = [*LIMITS[stage], *(MORE[stage] if more else [])]
         names = [name for name in names if HAS_DEEPSPEED or "deepspeed" not in name]
-        self.limits = {name: LIMITS[stage].get(name) for name in names}
+        self.limited = batch == 1
+        self.limits = {name: LIMITS[stage].get(name) if self.limited else None for name in names}
         alone = ["alone"] if stage == 3 else []
         self.teams: dict[str, Team] = {}
         try:
             for name in [self.ours, *names, *alone]:
-                self.teams[name] = Team(System(name, dim, dtype))
+                self.teams[name] = Team(System(name, dim, dtype, batch))
             for team in self.teams.values():
                 team.wait_built()
         except BaseException:
@@ -136,7 +139,8 @@ class Group:
             f"collectives {bare:.1f} ms, {spread(ratios)}"
         )
         what = f"exposed communication, {self.case}: zerocore / bare collectives"
-        return [Row(what, statistics.median(ratios), "x", EXPOSED, detail=detail)]
+        limit = EXPOSED if self.limited else None
+        return [Row(what, statistics.median(ratios), "x", limit, detail=detail)]
 
     def memory_rows(self) -> list[Row]:
         """Our peaks of memory over each sharded peer's, the larger of the ranks."""
@@ -146,16 +150,17 @@ class Group:
         resident = {n: [*map(max, zip(*self.teams[n].ask("memory"), strict=True))] for n in names}
         allocated = {name: max(self.teams[name].ask("allocated", COUNTED)) for name in names}
         ours, our_building = resident[self.ours]
+        limit = 1.0 if self.limited else None
         for name in names:
             if name == self.ours:
                 continue
             peak, building = resident[name]
             what = f"{self.case}: zerocore / {TITLES[name]}"
             detail = f"{ours:.0f} / {peak:.0f} MB; building {our_building:.0f} / {building:.0f} MB"
-            rows.append(Row(f"peak RSS, {what}", ours / peak, "x", 1.0, detail=detail))
+            rows.append(Row(f"peak RSS, {what}", ours / peak, "x", limit, detail=detail))
             ratio = allocated[self.ours] / allocated[name]
             detail = f"{allocated[self.ours]:.1f} / {allocated[name]:.1f} MB"
-            rows.append(Row(f"peak allocated, {what}", ratio, "x", 1.0, detail=detail))
+            rows.append(Row(f"peak allocated, {what}", ratio, "x", limit, detail=detail))
         return rows
 
 
@@ -163,25 +168,31 @@ def spread(ratios: list[float]) -> str:
     return f"rounds {min(ratios):.2f}-{max(ratios):.2f}"
 
 
-def measure(options: argparse.Namespace) -> list[Row]:
-    """All groups, one after the other."""
+def cases(options: argparse.Namespace) -> list[tuple[int, str, int]]:
+    """Width, dtype and sequences of what is measured at every stage."""
     dims = options.dims or ([384] if options.quick else [384, 768])
     dtypes = options.dtypes or (["fp32"] if options.quick else list(DTYPES))
+    found = [(d, t, b) for d in dims for t in dtypes for b in options.batches or [1]]
+    chosen = options.dims or options.dtypes or options.batches or options.quick
+    return found if chosen else [*found, (dims[0], dtypes[0], MANY)]
+
+
+def measure(options: argparse.Namespace) -> list[Row]:
+    """All groups, one after the other."""
     rounds, steps = options.rounds or (3 if options.quick else 5), 2 if options.quick else 3
     if not HAS_DEEPSPEED:
         print("DeepSpeed is not installed: no rows of it", file=sys.stderr)
     rows = []
-    for dim in dims:
-        for dtype in dtypes:
-            for stage in options.stages:
-                group = Group(stage, dtype, dim, more=not options.quick)
-                try:
-                    group.compare_losses()
-                    seconds = group.time(rounds, steps)
-                    rows += group.step_rows(seconds)
-                    rows += group.exposed_rows(seconds) + group.memory_rows()
-                finally:
-                    group.close()
+    for dim, dtype, batch in cases(options):
+        for stage in options.stages:
+            group = Group(stage, dtype, dim, batch, more=not options.quick)
+            try:
+                group.compare_losses()
+                seconds = group.time(rounds, steps)
+                rows += group.step_rows(seconds)
+                rows += group.exposed_rows(seconds) + group.memory_rows()
+            finally:
+                group.close()
     return rows
 
 
@@ -198,11 +209,16 @@ def multiple_of(base: int) -> Callable[[str], int]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--stages", type=int, nargs="+", choices=LIMITS, default=list(LIMITS))
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES)
-    widths = f"widths of the model, multiples of {HEADS}"
-    parser.add_argument("--dims", type=multiple_of(HEADS), nargs="+", help=widths)
-    parser.add_argument("--rounds", type=multiple_of(1))
+    every = "default: all of a full run, fp32 and 384 with --quick"
+    add = parser.add_argument
+    add("--stages", type=int, nargs="+", choices=LIMITS, default=list(LIMITS), help="default: all")
+    add("--dtypes", nargs="+", choices=DTYPES, help=every)
+    widths = f"widths of the model, multiples of {HEADS} (its heads); {every}"
+    add("--dims", type=multiple_of(HEADS), nargs="+", metavar="DIM", help=widths)
+    batches = f"sequences of 64 tokens a rank (default: 1; a full run has {MANY} too)"
+    add("--batches", type=multiple_of(1), nargs="+", metavar="BATCH", help=batches)
+    rounds = "turns of all systems, a ratio each (default: 5, 3 with --quick)"
+    add("--rounds", type=multiple_of(1), help=rounds)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class Member:
         self._allocated = heap.allocated()
         self._model, self._step = build(system)
         self._built = status_mb("VmHWM")
-        self._tokens = Tokens(rank)
+        self._tokens = Tokens(rank, system.batch)
 
     def losses(self, steps: int) -> list[float]:
         """Trains; the loss of each step, on this rank's tokens."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-VOCABULARY, SEQ, BATCH, LAYERS, HEADS = 4096, 64, 1, 8, 6
+VOCABULARY, SEQ, LAYERS, HEADS = 4096, 64, 8, 6
 
 
 class Block(nn.Module):
@@ -49,10 +49,11 @@ class GPT(nn.Module):
 class Tokens:
     """Batches of one rank: each rank has its own, and every system the same."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, batch: int) -> None:
+        self._batch = batch
         self._generator = torch.Generator().manual_seed(1000 + rank)
 
     def draw(self) -> tuple[Tensor, Tensor]:
         """The next batch and its targets."""
-        tokens = torch.randint(VOCABULARY, (BATCH, SEQ), generator=self._generator)
+        tokens = torch.randint(VOCABULARY, (self._batch, SEQ), generator=self._generator)
         return tokens, torch.roll(tokens, -1, 1)

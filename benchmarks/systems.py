@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from peer_model import BATCH, GPT, Block
+from peer_model import GPT, Block
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -56,9 +56,10 @@ class System:
     name: str
     dim: int
     dtype: str  # fp32 or bf16
+    batch: int = 1  # sequences of a rank in a step
 
     def __str__(self) -> str:
-        return f"{self.name}, {self.dtype}, dim {self.dim}"
+        return f"{self.name}, {self.dtype}, dim {self.dim}, batch {self.batch}"
 
 
 def import_peer(system: System) -> None:
@@ -80,7 +81,7 @@ def build(system: System) -> tuple[nn.Module, Step]:
         return _fsdp2(model, bf16, keep=system.name == "fsdp2-keep")
     if system.name.startswith("deepspeed"):
         stage, _, buckets = system.name.removeprefix("deepspeed").partition("-")
-        return _deepspeed(model, bf16, int(stage), bool(buckets))
+        return _deepspeed(model, bf16, int(stage), bool(buckets), system.batch)
     return _zerocore(model, bf16, int(system.name.removeprefix("zerocore")))
 
 
@@ -117,7 +118,7 @@ def _alone(model: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, Step]:
 
 
 def _ddp(model: nn.Module, bf16: bool, zero: bool) -> tuple[nn.Module, Step]:
-    model = DistributedDataParallel(model, gradient_as_bucket_view=zero)
+    model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # the faster setting
     if zero:
         optimizer = ZeroRedundancyOptimizer(
             model.parameters(), torch.optim.AdamW, fused=True, **OPTIONS
@@ -141,7 +142,9 @@ def _fsdp2(model: nn.Module, bf16: bool, keep: bool) -> tuple[nn.Module, Step]:
     return model, _training_step(model, optimizer)
 
 
-def _deepspeed(model: nn.Module, bf16: bool, stage: int, buckets: bool) -> tuple[nn.Module, Step]:
+def _deepspeed(
+    model: nn.Module, bf16: bool, stage: int, buckets: bool, batch: int
+) -> tuple[nn.Module, Step]:
     import deepspeed
 
     zero = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
@@ -149,7 +152,7 @@ def _deepspeed(model: nn.Module, bf16: bool, stage: int, buckets: bool) -> tuple
         elements = BUCKET // (2 if bf16 else 4)
         zero.update(reduce_bucket_size=elements, allgather_bucket_size=elements)
     config = {
-        "train_micro_batch_size_per_gpu": BATCH,
+        "train_micro_batch_size_per_gpu": batch,
         "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": {**OPTIONS, "torch_adam": True, "fused": True}},
         "zero_allow_untested_optimizer": True,

@@ -90,7 +90,8 @@ def main(
         measure: makes the rows.
         options: adds options of its own to --quick and --json.
     """
-    parser = argparse.ArgumentParser(description=text.splitlines()[0])
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=text, formatter_class=layout)
     parser.add_argument("--quick", action="store_true", help="fewer cases and repeats")
     parser.add_argument("--json", type=pathlib.Path, help="where to write the rows as JSON")
     options(parser)
