@@ -186,6 +186,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
     for dim, dtype, batch in cases(options):
         for stage in options.stages:
             group = Group(stage, dtype, dim, batch, more=not options.quick)
+            print(f"  {group.case} ...", file=sys.stderr, flush=True)
             try:
                 group.compare_losses()
                 seconds = group.time(rounds, steps)

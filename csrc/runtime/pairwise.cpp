@@ -353,14 +353,18 @@ class PairwiseTransport : public Transport {
     count(log, "all_reduce", total, 2 * (total.numel() / size) * (size - 1));
     const Scatter second =
         scatter(poster, replicas, channel.tags(Purpose::replica_scatter), total, buffers);
-    sum(second, buffers, second.versions[second.rank], /*accumulate=*/false);
-    // What arrives next takes the place of what was sent.
-    second.messages->drain();
+    // What is to become the gradient as it is needs no other place.
+    const bool straight = !accumulate && out.scalar_type() == total.scalar_type();
+    const at::Tensor& whole = straight ? out : total;
+    sum(second, buffers, slot(whole, size, second.rank), /*accumulate=*/false);
+    // Else what arrives next takes the place of what was sent.
+    if (!straight) second.messages->drain();
     const ExchangePtr parts =
-        gather(poster, replicas, channel.tags(Purpose::replica_gather), total);
+        gather(poster, replicas, channel.tags(Purpose::replica_gather), whole);
     parts->receive();
-    ops::sum_shards_(out, {total}, accumulate);
+    if (!straight) ops::sum_shards_(out, {total}, accumulate);
     parts->drain();
+    second.messages->drain();
     if (first.messages) first.messages->drain();
   }
 
