@@ -3,10 +3,11 @@
     python benchmarks/bench_plan.py                  # stages 0 to 3 on 2 and on 4 ranks
     python benchmarks/bench_plan.py --ranks 2 --stages 3 --steps 40
 
-The machine is measured once (matrix products, two layers of another shape, memory, messages over
-gloo), and the model is run once on tensors without memory: from both, the step of each run is
-simulated. Then each run is made, all in turns, `--rounds` times, and its median step compared.
-Every rank is a process of one thread on this machine.
+The model is run once on tensors without memory. Then, `--rounds` times and all in turns, the
+machine is measured (matrix products, two layers of another shape, memory, messages between ranks),
+each run's step is simulated from both, and the run is made at once: a shared machine is another one
+some minutes later. What is reported is the median of the rounds' errors, and each of them. Every
+rank is a process of one thread on this machine.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.nn import functional as F
 import zerocore
 from zerocore.planner.activity import trace_step
 from zerocore.planner.calibration import measure_machine
+from zerocore.planner.machine import Machine
 from zerocore.planner.schedule import rehearse
 from zerocore.planner.setting import Setting
 from zerocore.planner.simulate import simulate
@@ -84,29 +86,27 @@ def measure(ranks: int, stage: int, steps: int) -> float:
     return results.get()
 
 
-def predictions(runs: list[tuple[int, int]]) -> dict[tuple[int, int], float]:
-    machine, spread = measure_machine()
-    print(machine)
-    print(f"times of one product differ by {spread - 1:.0%} (middle half)")
-    with torch.device("meta"):
-        model = GPT(LAYERS, DIM, HEADS, SEQ)
-    sizes = ModelSizes.of(model, [Block], 0)
+class Model:
+    """What is known of the example's model, without a machine."""
 
-    def inputs() -> tuple[tuple, dict]:
-        return (torch.randint(VOCABULARY, (BATCH, SEQ)),), {}
+    def __init__(self) -> None:
+        with torch.device("meta"):
+            model = GPT(LAYERS, DIM, HEADS, SEQ)
+        self._sizes = ModelSizes.of(model, [Block], 0)
+        batch = torch.randint(VOCABULARY, (BATCH, SEQ))
+        self._activity = trace_step(
+            model,
+            plan_units(model, [Block], 0),
+            lambda: ((batch,), {}),
+            loss=lambda logits: loss_of(logits, batch),
+        )
 
-    def loss(logits: torch.Tensor) -> torch.Tensor:
-        return loss_of(logits, torch.randint(VOCABULARY, (BATCH, SEQ)))
-
-    activity = trace_step(model, plan_units(model, [Block], 0), inputs, loss=loss)
-    result = {}
-    for ranks, stage in runs:
+    def predict(self, ranks: int, stage: int, machine: Machine) -> float:
+        """Seconds of a step."""
         setting = Setting.of(stage, ranks)
-        schedule = rehearse(sizes, setting, activity.calls)
+        schedule = rehearse(self._sizes, setting, self._activity.calls)
         local = machine.with_ranks(ranks)
-        timeline = simulate(sizes, setting, schedule, local, activity.costs)
-        result[ranks, stage] = timeline.seconds
-    return result
+        return simulate(self._sizes, setting, schedule, local, self._activity.costs).seconds
 
 
 def main() -> None:
@@ -114,26 +114,30 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     print(f"{datetime.date.today()}  torch {torch.__version__}  {platform.machine()}")
     print(f"python {' '.join(sys.argv)}")
     runs = [(ranks, stage) for ranks in options.ranks for stage in options.stages]
-    predicted = predictions(runs)
-    measured: dict[tuple[int, int], list[float]] = {run: [] for run in runs}
+    model = Model()
+    times: dict[tuple[int, int], list[tuple[float, float]]] = {run: [] for run in runs}
     for _ in range(options.rounds):
         for run in runs:
-            measured[run].append(measure(*run, options.steps))
+            predicted = model.predict(*run, measure_machine().machine)
+            times[run].append((predicted, measure(*run, options.steps)))
     print(f"{'ranks':>5} {'stage':>5} {'predicted ms':>13} {'measured ms':>12} {'error':>7}")
-    errors = []
-    for run, times in measured.items():
-        median = statistics.median(times)
-        errors.append(predicted[run] / median - 1)
-        print(
-            f"{run[0]:>5} {run[1]:>5} {1e3 * predicted[run]:>13.1f} {1e3 * median:>12.1f} "
-            f"{errors[-1]:>+7.1%}   rounds {', '.join(f'{1e3 * t:.1f}' for t in times)}"
+    medians = []
+    for run, pairs in times.items():
+        predicted, measured = (
+            1e3 * statistics.median(column) for column in zip(*pairs, strict=True)
         )
-    print(f"largest error {max(map(abs, errors)):.1%}")
+        errors = [a / b - 1 for a, b in pairs]
+        medians.append(statistics.median(errors))
+        print(
+            f"{run[0]:>5} {run[1]:>5} {predicted:>13.1f} {measured:>12.1f} {medians[-1]:>+7.1%}   "
+            f"rounds {', '.join(f'{error:+.0%}' for error in errors)}"
+        )
+    print(f"largest median error {max(map(abs, medians)):.1%}")
 
 
 if __name__ == "__main__":
