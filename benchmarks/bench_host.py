@@ -15,6 +15,7 @@ import copy
 import gc
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
@@ -231,6 +232,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
     quick = options.quick
     repeats = 6 if quick else 40
     fake.start(RANKS)
+    warnings.filterwarnings("ignore", "Full backward hook is firing")  # FSDP2's own hooks
     check()
     gc.freeze()
     rows = systems(repeats)

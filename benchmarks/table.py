@@ -52,7 +52,8 @@ def print_table(rows: list[Row]) -> None:
     for row in rows:
         print(row.line(width))
     wanted = [row for row in rows if row.wanted is not None]
-    print(f"{sum(row.reached for row in wanted)} of {len(wanted)} limits are kept")
+    if wanted:
+        print(f"{sum(row.reached for row in wanted)} of {len(wanted)} limits are kept")
 
 
 def where() -> str:

@@ -106,7 +106,10 @@ def run_scenario(name):
 def trained_on(ranks_of_mesh, stage):
     """A loss after a step of models that differ between ranks before shard()."""
     torch.manual_seed(dist.get_rank())
-    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7))
+    # The last one is large enough for ranks to read it in each other's memory.
+    model = torch.nn.Sequential(
+        torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 8192)
+    )
     model[1].running_mean.fill_(dist.get_rank())
     zerocore.shard(model, stage, mesh=DeviceMesh("cpu", ranks_of_mesh))
     optimizer = zerocore.AdamW(model.parameters(), lr=0.1)
