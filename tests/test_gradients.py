@@ -1,5 +1,7 @@
 """Honest gradients: what p.grad, hooks and zero_grad mean in plain PyTorch, they mean on shards."""
 
+import copy
+import itertools
 import warnings
 
 import models
@@ -361,6 +363,87 @@ def test_cleared_gradients_belong_to_whom_holds_them(ranks, stage):
     for name, gradient in full.items():
         mean = (expected[0][name] + expected[1][name]) / 2
         torch.testing.assert_close(gradient, mean, rtol=1e-5, atol=1e-7)
+
+
+LEAVE = {
+    "all cleared": lambda model: model.zero_grad(),
+    "one cleared": lambda model: setattr(model.weight, "grad", None),
+    "one replaced": lambda model: setattr(model.weight, "grad", model.weight.grad * 3),
+}
+HOLD = {"itself": lambda grad: grad, "an alias": lambda grad: grad.detach().view(-1)}
+
+
+def backward_of_linear(model, number):
+    model(torch.full((3, 24), float(number))).square().sum().backward()
+
+
+def left_to_holders(stage):
+    """What changed of gradients that were held, and what differs from a plain model's."""
+    wrong = []
+    for leave, hold in itertools.product(LEAVE, HOLD):
+        for then in ("backward", "zerocore", "adamw"):
+            torch.manual_seed(0)
+            plain = nn.Linear(24, 36)
+            model = zerocore.shard(copy.deepcopy(plain), stage)
+            for one in (plain, model):
+                backward_of_linear(one, 1)
+                held = HOLD[hold](one.weight.grad)
+                before = held.clone()
+                LEAVE[leave](one)
+                if then == "backward":
+                    backward_of_linear(one, 2)
+                else:
+                    kind = then if one is model else "adamw"
+                    sharded.optimizer_of(kind, one.parameters()).step()
+                if not torch.equal(held, before):
+                    wrong.append((leave, hold, then, "changed"))
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                own = slice(*zerocore.info(p)[-2:])
+                for a, b in ((p, q), (p.grad, q.grad)):
+                    same = a is b or torch.allclose(a.flatten(), b.flatten()[own], atol=1e-5)
+                    if not same:
+                        wrong.append((leave, hold, then, "value"))
+    return wrong
+
+
+def held_while_hidden(stage):
+    """Whether a gradient stays that was held when an unreduced one took its place in `p.grad`."""
+    model = zerocore.shard(nn.Linear(24, 36), stage)
+    backward_of_linear(model, 1)
+    held = model.weight.grad
+    with zerocore.no_sync(model):
+        backward_of_linear(model, 2)
+    model.zero_grad()
+    before = held.clone()
+    backward_of_linear(model, 3)
+    return torch.equal(held, before)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_whoever_holds_a_gradient_or_an_alias_keeps_it(ranks, stage):
+    assert ranks(2, left_to_holders, stage) == [[], []]
+    assert ranks(2, held_while_hidden, stage) == [True, True]
+
+
+def transposed(optimizer):
+    torch.manual_seed(0)
+    plain = nn.Linear(24, 24)
+    model = zerocore.shard(copy.deepcopy(plain), 0)
+    for one, name in ((plain, "adamw"), (model, optimizer)):
+        opt = sharded.optimizer_of(name, one.parameters())
+        for number in (1, 2):
+            backward_of_linear(one, number)
+            one.weight.grad = one.weight.grad.t()
+            opt.step()
+    return [
+        torch.allclose(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("optimizer", ["zerocore", "adamw"])
+def test_a_gradient_may_be_replaced_by_another_view_of_it(ranks, optimizer):
+    assert ranks(2, transposed, optimizer) == [[True, True]] * 2
 
 
 def accumulated(stage):

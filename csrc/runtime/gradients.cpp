@@ -31,18 +31,26 @@ void Gradients::begin(Sync sync) {
   }
   sync_ = sync;
   reduced_ = false;
+  leave_to_holders(main_, Kept::main);
+  leave_to_holders(partial_, Kept::partial);
+  leave_to_holders(local_, Kept::local);
   for (int64_t i = 0; i < flat_.size(); ++i) put_aside(i);
-  // Somebody may still look at a gradient that was cleared since: then it is theirs, and the next
-  // one gets memory of its own.
-  for (auto [buffer, kept] : {std::pair(&main_, Kept::main), std::pair(&partial_, Kept::partial),
-                              std::pair(&local_, Kept::local)}) {
-    const bool held = std::any_of(slots_.begin(), slots_.end(), [&](Slot& slot) {
-      return slot.shows == kept && !counts(slot, kept) && slot.shown.lock();
-    });
-    if (held && buffer->defined()) *buffer = buffer->clone();
-  }
   if (!any_counts(Kept::local)) local_ = at::Tensor();
   if (!any_counts(Kept::partial)) partial_ = at::Tensor();
+}
+
+// A gradient that is not in `p.grad` any more belongs to whoever still holds it, or another tensor
+// on its memory: what comes next is written elsewhere.
+void Gradients::leave_to_holders(at::Tensor& buffer, Kept kept) const {
+  if (!buffer.defined()) return;
+  size_t users = 1;  // the buffer itself, and each gradient that is shown of it
+  bool left = false;
+  for (int64_t i = 0; i < flat_.size(); ++i) {
+    const bool shown = is_shown(slots_[i], flat_.grad(i));
+    left = left || !shown;
+    users += shown && slots_[i].shows == kept;
+  }
+  if (left && buffer.storage().use_count() > users) buffer = buffer.clone();
 }
 
 bool& Gradients::counts(Slot& slot, Kept kept) {
@@ -56,8 +64,8 @@ bool Gradients::any_counts(Kept kept) {
 }
 
 bool Gradients::is_shown(const Slot& slot, const at::Tensor& grad) const {
-  const auto shown = slot.shown.lock();
-  return shown && grad.defined() && shown.get() == grad.unsafeGetTensorImpl();
+  // As long as there is a weak reference, nothing else is made at its address.
+  return grad.defined() && slot.shown._unsafe_get_target() == grad.unsafeGetTensorImpl();
 }
 
 bool Gradients::is_untouched(const Slot& slot, const at::Tensor& grad) const {
@@ -73,7 +81,7 @@ void Gradients::put_aside(int64_t i) {
     slot.main_counts = false;
   } else if (slot.shows == Kept::local || slot.shows == Kept::partial) {
     put_aside_unreduced(i, grad);
-  } else if (is_shown(slot, grad)) {
+  } else if (is_main(i, grad)) {
     slot.main_counts = true;
   } else {
     adopt(i, grad);
@@ -105,6 +113,12 @@ void Gradients::copy_replaced(int64_t i, at::Tensor own, const at::Tensor& grad)
                     "' was replaced: expected the shape of this rank's shard ", own.sizes(),
                     ", got ", grad.sizes());
   own.copy_(grad);
+}
+
+// Another tensor on the same memory may have another shape of it.
+bool Gradients::is_main(int64_t i, const at::Tensor& grad) const {
+  return is_shown(slots_[i], grad) && main_.defined() &&
+         grad.storage().unsafeGetStorageImpl() == main_.storage().unsafeGetStorageImpl();
 }
 
 void Gradients::adopt(int64_t i, const at::Tensor& grad) {
@@ -335,7 +349,7 @@ bool Gradients::cleared() {
 void Gradients::free_cleared() {
   if (!main_.defined()) return;
   for (int64_t i = 0; i < flat_.size(); ++i) {
-    if (flat_.param(i).grad().defined() || slots_[i].shown.lock()) return;
+    if (flat_.param(i).grad().defined()) return;
   }
   for (Slot& slot : slots_) slot.main_counts = false;
   main_ = at::Tensor();
@@ -354,14 +368,12 @@ void Gradients::require_reduced() const {
 void Gradients::settle() {
   at::NoGradGuard no_grad;
   make(main_);
+  bool left = false;
   for (int64_t i = 0; i < flat_.size(); ++i) {
     const at::Tensor& grad = flat_.grad(i);
-    if (!grad.defined()) {
-      flat_.shard_view(main_, i).zero_();
-    } else if (grad.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl() !=
-               main_.storage().unsafeGetStorageImpl()) {
-      adopt(i, grad);
-    }
+    if (!grad.defined() || is_main(i, grad)) continue;
+    if (!std::exchange(left, true)) leave_to_holders(main_, Kept::main);
+    adopt(i, grad);
   }
 }
 

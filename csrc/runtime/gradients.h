@@ -62,7 +62,7 @@ class Gradients {
   void abandon();
   // Whether gradients that finish() showed were cleared since; true once for each finish().
   bool cleared();
-  // Lets go of the memory of gradients that were cleared (set to None).
+  // Lets go of the memory of gradients that were cleared (set to None); who holds one keeps it.
   void free_cleared();
   // Whether gradients were shown, and not seen to be cleared.
   bool shown() const { return finished_; }
@@ -71,7 +71,7 @@ class Gradients {
   void require_reduced() const;
   // The reduced shard, 1-D; undefined before the first reduction.
   const at::Tensor& main() const { return main_; }
-  // Moves what is in `p.grad` into the main gradient, as zeros where it is None.
+  // Moves what is in `p.grad` into the main gradient, which has anything where it is None.
   void settle();
   // Bytes held now, and the dtype of all of them.
   int64_t bytes() const;
@@ -90,6 +90,7 @@ class Gradients {
     uint32_t shown_version = 0;
   };
 
+  void leave_to_holders(at::Tensor& buffer, Kept kept) const;
   static bool& counts(Slot& slot, Kept kept);
   bool any_counts(Kept kept);
   bool is_shown(const Slot& slot, const at::Tensor& grad) const;
@@ -97,6 +98,7 @@ class Gradients {
   void put_aside(int64_t i);
   void put_aside_unreduced(int64_t i, const at::Tensor& grad);
   void copy_replaced(int64_t i, at::Tensor own, const at::Tensor& grad) const;
+  bool is_main(int64_t i, const at::Tensor& grad) const;
   void adopt(int64_t i, const at::Tensor& grad);
   void make(at::Tensor& sum) const;
   at::TensorOptions sum_options() const;
