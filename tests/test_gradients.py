@@ -426,6 +426,45 @@ def test_whoever_holds_a_gradient_or_an_alias_keeps_it(ranks, stage):
     assert ranks(2, held_while_hidden, stage) == [True, True]
 
 
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.always, self.perhaps = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, perhaps):
+        return self.always(x) + (self.perhaps(x) if perhaps else 0)
+
+
+def cleared_behind_unreduced(stage, set_to_none, used):
+    """Gradients of `always` and `perhaps` after ranks that show different ones clear them."""
+    torch.manual_seed(0)
+    plain = Branches()
+    model = zerocore.shard(copy.deepcopy(plain), stage, timeout=10)
+    x = torch.ones(2, 8)
+    model(x, True).sum().backward()
+    with zerocore.no_sync(model):
+        model(x, dist.get_rank() == 0).sum().backward()
+    model.zero_grad(set_to_none=set_to_none)
+    for one in (model, plain):
+        one(3 * x, used).sum().backward()
+    if not used and not set_to_none:
+        for param in plain.perhaps.parameters():
+            param.grad = torch.zeros_like(param)
+    same = []
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        own = slice(*zerocore.info(p)[-2:])
+        same.append(p.grad is q.grad or torch.allclose(p.grad.flatten(), q.grad.flatten()[own]))
+    return same
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_ranks_clear_what_they_show_of_the_same_gradients(ranks, stage, set_to_none, used):
+    assert ranks(2, cleared_behind_unreduced, stage, set_to_none, used) == [[True] * 4] * 2
+
+
 def transposed(optimizer):
     torch.manual_seed(0)
     plain = nn.Linear(24, 24)

@@ -338,7 +338,10 @@ void Gradients::abandon() {
 bool Gradients::cleared() {
   if (!finished_) return false;
   for (int64_t i = 0; i < flat_.size(); ++i) {
-    if (slots_[i].shows == Kept::main && !is_untouched(slots_[i], flat_.param(i).grad())) {
+    const Slot& slot = slots_[i];
+    // It may be behind an unreduced one, which differs between ranks, and is cleared with that.
+    const bool main = slot.shows == Kept::main || (slot.shows != Kept::nothing && slot.main_counts);
+    if (main && !is_untouched(slot, flat_.param(i).grad())) {
       finished_ = false;
       return true;
     }

@@ -262,8 +262,8 @@ void Runtime::notice_changes() {
   for (const auto& unit : units_) {
     for (size_t f = 0; f < unit->flats.size(); ++f) {
       unit->flats[f]->adopt_replaced();
-      unit->gradients[f]->free_cleared();
       if (options_.persistent && unit->gradients[f]->cleared()) unit->flats[f]->invalidate();
+      unit->gradients[f]->free_cleared();
     }
   }
 }
