@@ -69,7 +69,7 @@ def slow(stage):
     model = build("transformer", stage, timeout=TIMEOUT)
     for number in range(2):
         if dist.get_rank() == 1:
-            time.sleep(0.6 * TIMEOUT)
+            time.sleep(0.4 * TIMEOUT)
         loss_of(model, batch("transformer", number)).backward()
         torch.accelerator.synchronize()
     return True
